@@ -85,7 +85,7 @@ from arpo.rewards import load_custom
 from arpo.sampling import Sampler
 from arpo.sampling.environment import Environment
 from arpo.sampling.sources import OneRollout
-from arpo.start.memory import check_memory, read_job
+from arpo.start.memory import Job, check_memory, sizes_of
 from arpo.tools.base import MutedTool
 
 
@@ -101,7 +101,8 @@ def main(cfg: EvalConfig) -> None:
 
     # ---- set-up: everything that can be wrong is found before the model is loaded
     if not cfg.eval.server:
-        check_memory(read_job(cfg.model, engine=cfg.engine, max_model_len=cfg.max_model_len), dist.device)
+        job = Job(sizes_of(cfg.model.path), cfg.model, engine=cfg.engine, max_model_len=cfg.max_model_len)
+        check_memory(job, dist.device)
     team = form_team(dist, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
     env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout)
     refusing = team.tool_runner({tag: MutedTool(tag) for tag in env.tools.tools})

@@ -111,7 +111,7 @@ from arpo.sampling import Rollouts, Sampler
 from arpo.sampling.environment import Environment
 from arpo.sampling.scoring import Scoring
 from arpo.start.costs import expected_calls
-from arpo.start.memory import Job, check_memory, read_job
+from arpo.start.memory import Job, check_memory, sizes_of
 from arpo.update import (
     Minibatch,
     fill_advantages,
@@ -225,13 +225,11 @@ def start_engine(cfg: RLConfig, policy: Policy, seed: int) -> Engine:
 
 def say_at_start(cfg: RLConfig, num_steps: int, log: RunLog) -> None:
     """Log what the run's branching will be, what it lacks, and what its calls cost."""
-    for line in filter(None, (
-        checks.forecast(cfg.rollout, cfg.branching),
-        checks.half_chosen_aepo(cfg.branching, cfg.loss),
-        checks.no_baseline(cfg.rollout, cfg.advantage),
-        expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step),
-    )):  # fmt: skip
-        log.line(line)
+    log.line(checks.forecast(cfg.rollout, cfg.branching))
+    for warning in checks.doubts(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss):
+        log.line(warning)
+    if calls := expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step):
+        log.line(calls)
 
 
 def check_start(cfg: RLConfig, dist: ranks.Ranks) -> None:
@@ -285,13 +283,14 @@ def ask_models(
     return metrics
 
 
-def job_of(cfg: RLConfig, num_shards: int) -> Job | None:
+def job_of(cfg: RLConfig, num_shards: int) -> Job:
     """Return what decides the memory of a GPU, one of `num_shards` that share a copy of the model."""
-    critic = cfg.critic_model.path if cfg.advantage.needs_critic else ""
-    reference = cfg.reference_model.path if cfg.loss.kl_coefficient and not cfg.loss.offload_reference else ""
-    return read_job(
-        cfg.model, num_shards, cfg.engine, cfg.max_model_len,
-        critic_path=critic, reference_path=reference, offload=cfg.optim.offload,
+    has_reference = cfg.loss.kl_coefficient and not cfg.loss.offload_reference
+    return Job(
+        sizes_of(cfg.model.path), cfg.model, num_shards, cfg.engine, cfg.max_model_len,
+        critic=sizes_of(cfg.critic_model.path) if cfg.advantage.needs_critic else None,
+        reference=sizes_of(cfg.reference_model.path) if has_reference else None,
+        offload=cfg.optim.offload,
     )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
 from arpo.model.policy import accumulating
 from arpo.ranks import Ranks
 from arpo.sft.token_store import tokenise
-from arpo.start.memory import check_memory, read_job
+from arpo.start.memory import Job, check_memory, sizes_of
 from arpo.tools import make_codec
 
 
@@ -74,7 +74,8 @@ def main(cfg: SFTConfig) -> None:
     dist.log_devices(attention_backend(cfg.model, dist.device))
 
     # ---- everything that can be wrong is found before the model is loaded
-    check_memory(read_job(cfg.model, num_shards=dist.mesh.shape[-1], offload=cfg.optim.offload), dist.device)
+    job = Job(sizes_of(model.path), model, num_shards=dist.mesh.shape[-1], offload=cfg.optim.offload)
+    check_memory(job, dist.device)
     tokenizer = load_tokenizer(model.path)
     codec = make_codec(tokenizer, cfg.protocol, cfg.data.tools, enable_thinking=cfg.model.enable_thinking)
     saver = Saver(run, dist, source=model.path)

@@ -268,9 +268,6 @@ class LossConfig:
     entropy_target: Annotated[float | None, AtLeast(0)] = None
     """Mean token entropy (nats) below which each step raises entropy_coefficient by 0.001, and above which it lowers
     it, to 0 at least; None = it stays."""
-    entropy_target: Annotated[float | None, AtLeast(0)] = None
-    """Mean token entropy (nats) below which each step raises entropy_coefficient by 0.001, and above which it lowers
-    it, to 0 at least; None = it stays."""
     kl_coefficient: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the KL to the reference policy; 0 = no reference is loaded."""
     kl_estimator: Annotated[str, REFERENCE] = "k3"

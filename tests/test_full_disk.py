@@ -114,14 +114,14 @@ def files_of(num_bytes: int):
 def test_no_part_of_a_row_stays_and_the_rows_come_in_order(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path, 0)
-    assert metrics.append({"step": 1, "x": 0.5}) == ""
+    assert metrics.write({"step": 1, "x": 0.5}) == ""
     size = path.stat().st_size
     for room in (0, 1, size - 1, size + 5):  # in the last one a row has room, and the next one has not
         with files_of(size + room):
-            assert metrics.append({"step": len(metrics.waiting_steps) + 2, "x": 0.5}) == "File too large"
+            assert metrics.write({"step": len(metrics.waiting_steps) + 2, "x": 0.5}) == "File too large"
         assert path.stat().st_size == size and [row["step"] for row in read_metrics(tmp_path)] == [1]
     assert metrics.waiting_steps == [2, 3, 4, 5]
-    assert metrics.append({"step": 6}) == "" and metrics.flush() == ""
+    assert metrics.write({"step": 6}) == "" and metrics.write() == ""
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -131,7 +131,7 @@ def test_what_a_resumed_run_forgets_needs_no_room(tmp_path):
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 9)) + '{"step": 9, "x')
     with files_of(1):
         metrics = MetricsFile(path, 6)
-        assert metrics.append({"step": 7, "x": 1}) == "File too large"
+        assert metrics.write({"step": 7, "x": 1}) == "File too large"
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert metrics.flush() == ""
+    assert metrics.write() == ""
     assert read_metrics(tmp_path)[-1] == {"step": 7, "x": 1}

@@ -65,8 +65,7 @@ def point_to(folder: Path, link: Path) -> None:
 
 
 def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: str) -> None:
-    """Write whole tensors by name, and all else from `source` (of a vision-language model its vision tower too), to a
-    folder that then replaces `folder`."""
+    """Replace `folder` by one of these tensors, and all else from `source` (a vision tower too, if it has one)."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     temporary = folder.with_name(folder.name + ".tmp")

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -54,8 +55,10 @@ class Saver:
         """The copy that was last written by the thread; the next one takes its memory."""
         if run.async_save:
             self.ranks = replace(ranks, control=dist.new_group(timeout=ranks.timeout, backend="gloo"))
+            # A new thread begins on the first GPU, and would make a context there.
+            use_device = partial(torch.cuda.set_device, ranks.device) if ranks.device.type == "cuda" else None
             # A process that ends, for whatever reason, waits for this thread.
-            self.thread = ThreadPoolExecutor(1, "arpo-save", initializer=_use_device, initargs=(ranks.device,))
+            self.thread = ThreadPoolExecutor(1, "arpo-save", initializer=use_device)
         self.checkpoints = Checkpoints(
             run.folder / "checkpoints", self.ranks, keep=run.keep_checkpoints, link=self.link
         )
@@ -155,9 +158,3 @@ class Saver:
             write_export(whole_weights(self.policy, self.source), folder, source=self.source, link=self.link)
         elif self.ranks.is_main:
             point_to(folder, self.link)
-
-
-def _use_device(device: torch.device) -> None:
-    """Keep a new thread, which begins on the first GPU, from making a context there."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

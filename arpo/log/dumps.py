@@ -18,6 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from arpo.config.bounded import parse_json
+from arpo.config.named import brief
 from arpo.errors import UserError
 from arpo.trajectory import BranchDecision, Context, Group, ToolCall, Trajectory, Turn
 
@@ -27,10 +28,8 @@ COMPRESSION = 1  # a fifth of the size in a tenth of the time of level 9, which 
 
 
 class DumpWriter:
-    """Writes dumps one after the other in a thread; only the newest `keep` of each kind stay (0 = all).
-
-    A dump that cannot be written is lost, with one line to `say`: no run ends for it.
-    """
+    """Writes dumps one after the other in a thread; only the newest `keep` of each kind stay (0 = all). One that cannot
+    be written is lost, with one line to `say`: no run ends for it."""
 
     def __init__(self, folder: Path, *, keep: int = 0, say: Callable[[str], None] = print):
         self.folder, self.keep, self._say = folder, keep, say
@@ -116,5 +115,4 @@ def _parsed(line: bytes, place: str) -> tuple[Trajectory, dict]:
         t.check()
         return t, row
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"{place}: not a trajectory ({reason}); drop the line or dump again") from None
+        raise UserError(f"{place}: not a trajectory ({brief(error)}); drop the line or dump again") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -38,8 +39,7 @@ def reported_if_not_finite(
         error = caught
     if also:
         also()
-    losses = torch.tensor(getattr(error, "losses", []))
-    is_bad = bool(len(losses)) and not bool(losses.isfinite().all())
+    is_bad = not all(map(math.isfinite, getattr(error, "losses", [])))
     guilty = [rank for rank, bad in enumerate(ranks.all_gather_objects(is_bad)) if bad]
     writers = guilty or range(ranks.world_size)
     file = run_dir / "nonfinite" / f"{name.replace(', ', '_').replace(' ', '_')}_rank_{ranks.rank}.pt"

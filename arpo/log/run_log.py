@@ -74,16 +74,13 @@ class RunLog(Console):
     def scalars(
         self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]] | None = None
     ) -> None:
-        """Write a line of metrics.jsonl, and to the trackers a point per value and the histograms' values.
-
-        `step` counts from 1. A line for which there is no room is written with a later one.
-        """
+        """Write a line of metrics.jsonl, with a later one where there is no room, and hand all on to the trackers."""
         if not self.is_main:
             return
         if self.dumps.num_lost:
             values = {**values, "log/lost_dumps": self.dumps.num_lost}
         num_waiting = len(self.metrics.waiting_steps)
-        reason = self.metrics.append({"step": step} | {k: round(v, 8) for k, v in values.items()})
+        reason = self.metrics.write({"step": step} | {k: round(v, 8) for k, v in values.items()})
         if reason and not num_waiting:
             self.line(f"warning: {self.metrics.path}: cannot write step {step} ({reason}); its rows wait for room")
         elif num_waiting and not reason:
@@ -91,10 +88,7 @@ class RunLog(Console):
         self.trackers.scalars(step, values, histograms or {})
 
     def trajectories(self, step: int, groups: list[Group], kind: str = "step") -> None:
-        """Begin to write full trajectories: text, tokens, turns, tool calls, decisions, rewards (dumps.py).
-
-        The first trajectories of the first prompts also go to the trackers that show text.
-        """
+        """Begin to write full trajectories (dumps.py). The first of the first prompts also go to the trackers."""
         if not self.is_main:
             return
         self.dumps.write(step, groups, kind)
@@ -115,14 +109,13 @@ class RunLog(Console):
         if self.is_main:
             self.trackers.close()
             self.dumps.close()
-            if reason := self.metrics.flush():
+            if reason := self.metrics.write():
                 steps = ", ".join(map(str, self.metrics.waiting_steps))
                 self.line(f"warning: {self.metrics.path}: lacks the rows of steps {steps} ({reason})")
 
 
 class Progress(tqdm):
-    """A progress bar on a terminal; in a log file lines: the first, the last, one every 25th part of the way, and one a
-    minute where that is slow."""
+    """A progress bar on a terminal; in a log file a line for each 25th part of the way, and one a minute."""
 
     def __init__(self, total: int, what: str, *, done: int, is_part: bool, is_main: bool):
         shows_bar = is_main and sys.stderr.isatty()

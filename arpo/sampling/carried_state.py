@@ -37,9 +37,7 @@ def state_of(carry: CarryOver) -> bytes:
     for live, number in loop.calling.values():
         calling.setdefault(live.key, []).append(number)
     # by key, for one that calls twice is one: those that decode first, in the order in which they were submitted
-    lives = list(
-        {live.key: live for live in [*loop.decoding.values(), *(v for v, _ in loop.calling.values())]}.values()
-    )
+    lives = [*(loop.decoding | {live.key: live for live, _ in loop.calling.values()}).values()]
     records = answered(sessions.records(), lives, calling, sessions.name_of)
     groups = []
     for carried in carry.carried:
@@ -67,10 +65,7 @@ def answered(
     calling: dict[str, list[int]],
     name_of: Callable[[str], str],
 ) -> list[tuple[Owner, str, list[RecordedCall]]]:
-    """Return the records without the calls whose results the trajectory has not read yet: those run again.
-
-    `name_of` gives the name of the sessions that answer the calls of a tag.
-    """
+    """Return the records without the calls whose results the trajectory has not read yet: those run again."""
     under_way = {live.owner: live for live in lives if live.key in calling}
     kept = []
     for owner, name, calls in records:
@@ -86,10 +81,8 @@ def answered(
 
 
 def go_on_from(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt]) -> CarryOver:
-    """Return a fresh CarryOver with this rank's part of what `state_of` has saved on all ranks. Collective.
-
-    On as many ranks as before each has its own groups again; else they are dealt out. Raises UserError for a file that
-    cannot be read, or that holds groups of other prompts.
+    """Return a fresh CarryOver with this rank's part of what `state_of` has saved on all ranks: its own groups again,
+    or dealt ones on another number of ranks. Collective. Raises UserError for a file that is broken, or of other data.
     """
     if not files:
         return carry
@@ -154,16 +147,13 @@ def _add_group(carry: CarryOver, plain: dict, by_id: dict[str, Prompt]) -> list[
 
 # ---- dataclasses as plain JSON values, and back by their type hints
 
+_hints = cache(get_type_hints)
+
 
 def to_plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: a dict whose keys are no strings as pairs, a set sorted.
-
-    {(0,): 1} -> [[[0], 1]]
-    """
+    """Return a value as JSON can hold it: a dict whose keys are no strings as pairs, {(0,): 1} -> [[[0], 1]]."""
     if is_dataclass(value):
         return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Enum):
-        return value.value
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value):
             return {key: to_plain(one) for key, one in value.items()}
@@ -193,8 +183,3 @@ def from_plain(kind: Any, plain: Any) -> Any:
         kinds = [args[0]] * len(plain) if args[-1] is Ellipsis else args
         return tuple(from_plain(one, value) for one, value in zip(kinds, plain, strict=True))
     return kind(plain) if isinstance(kind, type) and issubclass(kind, Enum) else plain
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)

@@ -66,7 +66,8 @@ class CarryOver(Source):
         self.sampler, self.team = sampler, sampler.team
         self.cfg, self.num_prompts = sampler.rollout, num_prompts
         share = math.ceil(num_prompts / self.team.num_teams) * self.cfg.group_size
-        self.max_unfinished = min(2 * sampler.max_num_seqs, share)
+        self.max_decoding = sampler.max_num_seqs
+        self.max_unfinished = min(2 * sampler.max_num_seqs, share)  # a step without carry-over begins no more
         self.carried: list[Carried] = []
         """Those of this rank."""
         self.begun: list[Begun] = []
@@ -79,16 +80,13 @@ class CarryOver(Source):
         self.to_score: list[Group] = []
         """Those of this rank that have become whole in the step."""
         self._store = self.team.ranks.store if self.team.num_teams > 1 else None
+        self.hears_others = self._store is not None
         self._looks = Looks(sampler)
         self._queue: Iterator[int] = iter(())  # numbers that this rank may begin; pulled ones only when asked for
         self._held: list[int] = []  # those that it may begin, but not yet
         self._is_full = False
         self._num_whole = 0  # groups of all ranks that were whole when the step began
         self._num_due = 0  # those that were not, and must become so in it
-
-    @property
-    def hears_others(self) -> bool:
-        return self._store is not None
 
     # ---- what a step draws
 
@@ -98,8 +96,7 @@ class CarryOver(Source):
 
     @property
     def num_behind(self) -> int:
-        """How many of the last drawn prompts to go back in the data, so that none is left out whose group is not
-        trained on."""
+        """How many of the last drawn prompts to go back in the data, so that none is left out untrained."""
         untrained = [entry.number for entry in self.begun] + list(self.waiting)
         return self.num_drawn - min(untrained, default=self.num_drawn)
 
@@ -133,17 +130,11 @@ class CarryOver(Source):
     # ---- what the driver asks
 
     def start(self) -> None:
-        while not self.is_done and self._has_room() and (number := self._next_number()) is not None:
+        while not self.is_done and self.has_room and (number := self._next_number()) is not None:
             seed = f"{self.sampler.seed}|{self.step}|{number}"
             self.carried.append(Carried(number, self.step, self.loop.start_group(self.waiting[number], seed)))
         if self.sampler.engine.num_running:
             self._looks.worked()
-
-    def _has_room(self) -> bool:
-        """Return whether the engine has a free place: it decodes fewer than max_num_seqs trajectories, and no more are
-        under way than a step without carry-over begins."""
-        is_busy = self.sampler.engine.num_running >= self.sampler.max_num_seqs
-        return not is_busy and self.loop.num_unfinished < self.max_unfinished
 
     def _next_number(self) -> int | None:
         # a prompt of the next epoch waits for the end of its earlier group: sessions and requests go by prompt
@@ -202,8 +193,7 @@ class CarryOver(Source):
     # ---- the end of a step
 
     def exchange(self) -> list[Group]:
-        """Return the groups that the step is trained on, on all ranks, in the order in which they were drawn: the first
-        `num_prompts` drawn of all that are whole. Collective."""
+        """Return the groups to train on, on all ranks: the first `num_prompts` drawn of all whole ones. Collective."""
         mine = [Begun(c.number, c.begun, c.is_whole) for c in self.carried]
         everywhere = sorted(entry for part in self.team.ranks.all_gather_objects(mine) for entry in part)
         chosen = {entry.number for entry in [e for e in everywhere if e.is_whole][: self.num_prompts]}

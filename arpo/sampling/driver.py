@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,8 @@ from arpo.trajectory import Group, Prompt
 class Source:
     """Prompts to sample, and the groups that become of them: here all at once, on this rank. See arpo/sampling."""
 
+    max_decoding = max_unfinished = math.inf
+    """Trajectories that the engine decodes, and that are under way, at which no further prompt is begun."""
     hears_others = False
     """True where other ranks may end it: then a rank that decodes nothing does not wait for its tools alone."""
 
@@ -33,6 +36,12 @@ class Source:
             self.places[self.prompts[place].prompt_id] = place
             self.loop.start_group(self.prompts[place], self.seed)
 
+    @property
+    def has_room(self) -> bool:
+        """True where a further prompt may be begun."""
+        is_busy = self.loop.engine.num_running >= self.max_decoding
+        return not is_busy and self.loop.num_unfinished < self.max_unfinished
+
     def whole(self, state: GroupState) -> None:
         """Take a group of `loop` that has become whole."""
         self.groups[self.places[state.prompt.prompt_id]] = state.finish()
@@ -51,8 +60,7 @@ class Source:
 
 
 def drive(source: Source, on_round: Callable[[], None] = lambda: None) -> None:
-    """Sample until the source is done. The only place where tokens and results come in. Raises what a tool or the
-    engine does."""
+    """Sample until the source is done, the only place where tokens and results come in. Raises what these raise."""
     loop, engine, tools = source.loop, source.loop.engine, source.loop.tools
     try:
         while True:

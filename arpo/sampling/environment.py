@@ -11,9 +11,7 @@ from arpo.data.hub import local_file, source_of
 from arpo.engine.team import Team
 from arpo.model import load_tokenizer
 from arpo.options import RolloutConfig
-from arpo.protocol import Codec
 from arpo.protocol.prompts import with_system_prompt
-from arpo.protocol.schema import ToolSchema
 from arpo.tools import check_offered, make_codec, make_tools, system_prompt_for, tool_schemas
 from arpo.trajectory import Prompt
 
@@ -24,8 +22,7 @@ class Environment:
     def __init__(
         self, model: ModelConfig, protocol: ProtocolConfig, tools: ToolsConfig, team: Team, rollout: RolloutConfig
     ):
-        """Start the tools. Collective. Raises UserError where one cannot be, or where results have no room for what
-        every result has."""
+        """Start the tools. Collective. Raises UserError where one cannot be, or where results have no room."""
         self.schemas = tool_schemas(tools)
         tokenizer = load_tokenizer(model.path)
         self.codec = make_codec(tokenizer, protocol, self.schemas, enable_thinking=model.enable_thinking)
@@ -34,13 +31,8 @@ class Environment:
 
     def prompts(self, file: str, cfg: DataConfig) -> list[Prompt]:
         """Return the prompts of a file, or of a data set on the Hub, as tokens; none of "". Raises UserError."""
-        return load_and_tokenize(file, cfg, self.codec, self.schemas)
-
-
-def load_and_tokenize(file: str, cfg: DataConfig, codec: Codec, schemas: dict[str, ToolSchema]) -> list[Prompt]:
-    prompts = load_prompts(local_file(file), source=source_of(file)) if file else []
-    check_offered(prompts, codec.tools, file)
-    system_prompt = system_prompt_for(cfg.system_prompt, schemas, form=codec.format)
-
-    prompts = [replace(prompt, messages=with_system_prompt(prompt.messages, system_prompt)) for prompt in prompts]
-    return tokenize_prompts(prompts, codec.render_prompt, cfg.max_prompt_tokens, cfg.overlong, file)
+        prompts = load_prompts(local_file(file), source=source_of(file)) if file else []
+        check_offered(prompts, self.codec.tools, file)
+        system_prompt = system_prompt_for(cfg.system_prompt, self.schemas, form=self.codec.format)
+        prompts = [replace(prompt, messages=with_system_prompt(prompt.messages, system_prompt)) for prompt in prompts]
+        return tokenize_prompts(prompts, self.codec.render_prompt, cfg.max_prompt_tokens, cfg.overlong, file)

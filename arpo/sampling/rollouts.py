@@ -50,8 +50,7 @@ class Rollouts:
         advantage: AdvantageConfig,
         num_steps: int,
     ):
-        """`prompts` are those of the training data, of which each step draws some in this order; num_steps: of the
-        run."""
+        """`prompts` are those of the training data, drawn in this order; num_steps: of the run."""
         self.sampler, self.order, self.prompts, self.advantage = sampler, order, prompts, advantage
         self.num_prompts, self.num_steps = order.num_per_step, num_steps
         self.validation: Validation | None = None
@@ -63,7 +62,6 @@ class Rollouts:
 
     def go_on_from(self, state: dict, rank_files: Sequence[Path], *, done_steps: int) -> None:
         """Go on where `state` and `rank_state` of `done_steps` steps ended; {} and none: at that step of the data.
-
         Collective. Raises UserError for files that do not fit."""
         self.num_drawn = state.get("num_drawn", done_steps * self.num_prompts)
         self.order.state = state.get("order", self.order.state)

@@ -51,8 +51,7 @@ class Sampler:
         return Rollout(self.engine, self.tools, self.codec, self.rollout, self.branching)
 
     def run(self, source: Source, description: str, num_groups: int, *, is_part: bool = True) -> None:
-        """Sample until the source is done, of which this rank expects `num_groups` groups; is_part: within a step that
-        has a progress of its own."""
+        """Sample until the source is done; it expects `num_groups` groups. is_part: see `Console.progress`."""
         size = self.rollout.group_size
         with self.log.progress(num_groups * size, description, is_part=is_part) as progress:
             drive(source, lambda: progress.at(min(source.num_finished, num_groups * size)))
@@ -99,8 +98,7 @@ def rollout(
     *,
     seed: int | str,
 ) -> list[Group]:
-    """Sample `cfg.group_size` trajectories per prompt, all on this rank. Groups come in the order of the prompts,
-    trajectories by path."""
+    """Sample `cfg.group_size` trajectories per prompt on this rank, in the order of prompts and paths."""
     source = Source(Rollout(engine, tools, codec, cfg, branching), prompts, f"{seed}|0")
     drive(source)
     return [source.groups[place] for place in sorted(source.groups)]

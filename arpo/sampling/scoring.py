@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from arpo import rewards
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.engine.team import Team
@@ -29,16 +27,11 @@ class Scoring:
         for function in self.functions:
             function.try_on(prompt, self.codec)
 
-    @property
-    def on_group(self) -> Callable[[Group, list[float]], None] | None:
-        """The function that the rollout calls with each group that is whole; None where nothing is to be done."""
-        early = [function for function in self.functions if function.begins] if self.team.is_first else []
-
-        def begin(group: Group, seconds: list[float]) -> None:
-            for function in early:
+    def on_group(self, group: Group, seconds: list[float]) -> None:
+        """Tell the functions that want to hear of it of a group that is whole; the rollout calls this."""
+        for function in self.functions if self.team.is_first else ():
+            if function.begins:
                 function.begin(group)
-
-        return begin if early else None
 
     def __call__(self, groups: list[Group]) -> None:
         """Fill the reward of all trajectories of the groups that have none. Raises UserError."""

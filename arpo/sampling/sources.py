@@ -51,7 +51,7 @@ class OneRollout(Source):
         self.sampler, self.team = sampler, sampler.team
         self.store, self.prefix = self.team.ranks.store or dist.HashStore(), f"prompts/{label}/{name}"
         self.left = deque(self.team.share(range(len(prompts))))  # those that are dealt to this team, and not begun
-        self.max_decoding, self.max_unfinished = math.inf, max_at_once or math.inf
+        self.max_unfinished = max_at_once or math.inf
         if sampler.rollout.is_pulled:
             assert self.team.ranks.store or self.team.num_teams == 1, "ranks without a store cannot share a queue"
             self.limit_to_share_of(len(prompts))
@@ -71,11 +71,6 @@ class OneRollout(Source):
     @property
     def is_done(self) -> bool:
         return not (self.is_open or self.loop.num_unfinished)
-
-    @property
-    def has_room(self) -> bool:
-        is_busy = self.sampler.engine.num_running >= self.max_decoding
-        return not is_busy and self.loop.num_unfinished < self.max_unfinished
 
     def take(self) -> int | None:
         """See Source. Collective within the team where there is room."""
@@ -108,8 +103,7 @@ class OneRollout(Source):
         return [self.groups[place] for place in sorted(self.groups)]
 
     def exchange(self) -> list[Group]:
-        """Return the groups of all teams in the order of the prompts; None for one that was begun and not finished.
-        Collective."""
+        """Return the groups of all teams in the prompts' order; None for one that was not finished. Collective."""
         places = sorted(self.places.values())
         groups = self.team.exchange([self.groups.get(place) for place in places], places)
         if self.team.ranks.is_main:
@@ -209,11 +203,8 @@ class Refilled(OneRollout):
 
     @property
     def num_allowed(self) -> int:
-        """Number of prompts that may have been begun by now, so that those under way should fill the step.
-
-        The share of mixed ones counts as if some groups, all of them mixed, had been there before (PRIOR_SHARE), so
-        that the first dead ones do not begin many more.
-        """
+        """Number of prompts that may have been begun by now, so that those under way should fill the step. As if some
+        mixed groups had been there before (PRIOR_SHARE), lest the first dead ones begin many more."""
         num_known, num_mixed = len(self.is_mixed), sum(self.is_mixed.values())
         prior = max(1.0, PRIOR_SHARE * self.num_wanted)
         expected_share = (num_mixed + prior) / (num_known + prior)
@@ -227,7 +218,10 @@ class Refilled(OneRollout):
     def exchange(self) -> list[Group]:
         """Return the groups of all teams up to the one that completes the step, whoever was faster. Collective."""
         begun = super().exchange()
-        groups = until_full(begun, self.num_wanted)
+        # A team whose own prompts are used up may not know yet what the others have found.
+        self.is_mixed = {place: not is_dead(group) for place, group in enumerate(begun) if group}
+        self.count()
+        groups = begun[: self.num_taken]
         self.num_cut_off = len(begun) - len(groups)
         return groups
 
@@ -236,16 +230,3 @@ class Refilled(OneRollout):
         for number in range(1, self.store.add(self.key("events"), 0) + 1):
             self.store.delete_key(self.key(f"event/{number}"))
         self.store.delete_key(self.key("events"))
-
-
-def until_full(groups: list[Group | None], num_wanted: int) -> list[Group]:
-    """Return the first groups, up to the one that is the `num_wanted`-th mixed one; all where there are too few.
-
-    Groups in the order of their prompts; None for one that was cut off, which comes after all that are needed.
-    """
-    num_mixed = 0
-    for number, group in enumerate(groups, start=1):
-        num_mixed += not is_dead(group)
-        if num_mixed == num_wanted:
-            return groups[:number]
-    return groups

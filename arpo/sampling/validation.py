@@ -31,8 +31,7 @@ class Validation:
         self.log.line(f"step 0  valid {name} {values[f'valid/{name}']:.3f}")
 
     def after(self, step: int) -> dict[str, float]:
-        """Return the scores after a step, if they are due, and dump the trajectories. Step 0 is before the first one.
-        Collective."""
+        """Return the scores after a step (0: before the first), if due, and dump the trajectories. Collective."""
         if step % self.run.validate_every and step != self.num_steps:
             return {}
         source = OneRollout(self.sampler, self.prompts, step, label="validation")

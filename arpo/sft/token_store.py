@@ -5,8 +5,7 @@
                            lengths.npy     int32 tokens of each row, in file order
                            overlong.jsonl  what was left out: {"place", "tokens"}
 
-The rows and their order depend on the file and the options alone, not on the number of ranks. Only 12 bytes per row are
-kept in memory.
+The rows and their order depend on the file and the options alone. Only 12 bytes per row are kept in memory.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ import shutil
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
@@ -133,13 +133,12 @@ def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dis
     dist.barrier()
 
 
-@dataclass
-class _Part:
+class _Part(NamedTuple):
     """The tokenised part of the file that one rank worked on."""
 
-    lengths: array = field(default_factory=lambda: array("i"))
-    overlong: list[dict] = field(default_factory=list)
-    defects: Counter[str] = field(default_factory=Counter)
+    lengths: array
+    overlong: list[dict]
+    defects: Counter[str]
 
 
 def _part(folder: Path, number: int) -> Path:
@@ -148,7 +147,7 @@ def _part(folder: Path, number: int) -> Path:
 
 def _write_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dist: Ranks) -> _Part:
     """Write this rank's tokens. Raises UserError for a bad conversation."""
-    part = _Part()
+    part = _Part(array("i"), [], Counter())
     parse = form_of(codec.format).parse_row
     conversations = read_conversations(path, part=dist.rank, num_parts=dist.world_size, parse=parse)
     silent = None if dist.is_main else True  # None = unless it is a terminal

@@ -52,8 +52,7 @@ def exit_with(error: UserError) -> NoReturn:
 
 
 def say_at_the_end(line: str, *, now: bool = True) -> None:
-    """Print why this process ends. Under torchrun the line is printed (now and) when that has ended, since its report
-    of what it started is long, and knows nothing of reasons."""
+    """Print why this process ends. Under torchrun it is said (now and) after that has ended: its own report is long."""
     if now:
         print(line, file=sys.stderr, flush=True)
     restarts = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS")]

@@ -6,20 +6,22 @@ Each script passes its own check to `load_or_exit`. Of data only the first rows 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from arpo.config.contents import file_digest
+from arpo.config.contents import digest_of
 from arpo.config.model_folder import check_model_folder
 from arpo.config.named import find, is_own
 from arpo.config.run_folder import check_run_folder, claim_folder
+from arpo.config.tools import ToolsConfig
 from arpo.data import BadRow, parse_prompt, read_rows
 from arpo.data.hub import check_hub_model, local_file
 from arpo.errors import UserError
 from arpo.evals.benchmarks import questions, select
-from arpo.log.trackers import check_installed
+from arpo.log.trackers import TRACKERS
 from arpo.protocol import form_of
 from arpo.sft.conversations import read_conversations
 from arpo.tools import check_known, tool_schemas
@@ -46,14 +48,10 @@ def check_sft(cfg: Any) -> None:
 def check_rl(cfg: Any) -> None:
     """Raise UserError for the first file of train_rl.py's config that is missing, or whose first rows are useless."""
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
-    tools = tuple(tool_schemas(cfg.tools))
-    for path in filter(None, (cfg.data.train, cfg.data.valid)):
-        _check_questions(path, tools)
+    _check_questions(filter(None, (cfg.data.train, cfg.data.valid)), cfg.tools)
     for option in OWN:
         if is_own(value := attrgetter(option)(cfg)):
             find(option, value, {})
-    if "search" in cfg.tools.names:
-        check_search(cfg.tools.search)
     _check_run(cfg)
 
 
@@ -66,13 +64,9 @@ def check_evaluation(cfg: Any) -> None:
         return
     if not cfg.eval.server:
         check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
-    tools = tuple(tool_schemas(cfg.tools))
     for name, benchmark in select(cfg.eval.benchmarks, cfg.eval.data_dir)[0].items():
         questions(name, benchmark, cfg.eval.data_dir, max_questions=NUM_ROWS)
-    for path in cfg.eval.files:
-        _check_questions(path, tools)
-    if "search" in cfg.tools.names:
-        check_search(cfg.tools.search)
+    _check_questions(cfg.eval.files, cfg.tools)
     claim_folder(cfg.run.folder, cfg.SCRIPT)
     check_hub_model("model.path", cfg.model.path)
 
@@ -81,20 +75,27 @@ def _check_run(cfg: Any) -> None:
     """Check what the trainings have in common; the Hub is asked last."""
     check_run_folder(cfg.run, cfg)
     files = [local_file(path) for path in (cfg.data.train, cfg.data.valid) if path]
-    if os.environ.get("RANK", "0") == "0" and len({file_digest(file) for file in files}) < len(files):
+    if os.environ.get("RANK", "0") == "0" and len({digest_of(file) for file in files}) < len(files):
         print(f"warning: data.valid={cfg.data.valid} is the training data, so validation says nothing of new questions")
-    check_installed(cfg.run.trackers)
+    for tracker in cfg.run.trackers:
+        find("run.trackers", tracker, TRACKERS)
     check_hub_model("model.path", cfg.model.path)
 
 
-def _check_questions(path: str, tools: tuple[str, ...]) -> None:
-    """Raise UserError where none of the first rows is a question, or one offers a tool that is not loaded."""
-    prompts, bad = [], []
-    for place, row in islice(read_rows(local_file(path)), NUM_ROWS):
-        try:
-            prompts.append(parse_prompt(row, place.removeprefix(path).lstrip(": "), default_source="")[0])
-        except BadRow as error:
-            bad.append(f"{place}: {error}")
-    if bad and not prompts:
-        raise UserError(f"{bad[0]} (so it is with all of the first {len(bad)}); repair the file, or rename its columns")
-    check_known(prompts, tools, path)
+def _check_questions(paths: Iterable[str], tools: ToolsConfig) -> None:
+    """Raise UserError where no first row of a file is a question, or one offers an unknown tool; or for the search."""
+    tags = tuple(tool_schemas(tools))
+    for path in paths:
+        prompts, bad = [], []
+        for place, row in islice(read_rows(local_file(path)), NUM_ROWS):
+            try:
+                prompts.append(parse_prompt(row, place.removeprefix(path).lstrip(": "), default_source="")[0])
+            except BadRow as error:
+                bad.append(f"{place}: {error}")
+        if bad and not prompts:
+            raise UserError(
+                f"{bad[0]} (so it is with all of the first {len(bad)}); repair the file, or rename its columns"
+            )
+        check_known(prompts, tags, path)
+    if "search" in tools.names:
+        check_search(tools.search)

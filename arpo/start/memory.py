@@ -78,7 +78,8 @@ def state_numbers(config: Any) -> int:
 class Job:
     """The settings of a run that decide how much memory a GPU needs."""
 
-    sizes: Sizes
+    sizes: Sizes | None
+    """None of a model that this arithmetic does not know"""
     model: ModelConfig
     num_shards: int = 0
     """Ranks that share a copy of the model in training; 0 = nothing is trained."""
@@ -177,32 +178,18 @@ def describe(job: Job, gpu_bytes: float) -> str:
     return f"memory per GPU ({gpu_bytes / GIB:.1f} GiB): {', '.join(parts)}"
 
 
-def check_memory(job: Job | None, device: torch.device) -> None:
-    """Log what the job needs of this GPU. Raises UserError where that cannot be, and for an engine on the CPU that has
-    no kernel for the model's heads."""
-    if job and job.engine and device.type == "cpu" and job.sizes.head_dim not in CPU_HEAD_SIZES:
+def check_memory(job: Job, device: torch.device) -> None:
+    """Log what the job needs of this GPU. Raises UserError where it does not fit, or a CPU has no kernel for it."""
+    if not job.sizes:
+        return
+    if job.engine and device.type == "cpu" and job.sizes.head_dim not in CPU_HEAD_SIZES:
         raise UserError(
             f"model.path={job.model.path}: heads of {job.sizes.head_dim} numbers, and vLLM's CPU kernels have "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}; take another model, or a GPU"
         )
-    if job is None or device.type != "cuda":
+    if device.type != "cuda":
         return
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory
     if reasons := misfits(job, gpu_bytes):
         raise UserError("; ".join(reasons))
     logger.info(describe(job, gpu_bytes))
-
-
-def read_job(
-    model: ModelConfig,
-    num_shards: int = 0,
-    engine: EngineConfig | None = None,
-    max_model_len: int = 0,
-    *,
-    critic_path: str = "",
-    reference_path: str = "",
-    offload: bool = False,
-) -> Job | None:
-    """Return the job with the sizes of these models; None for a model that this arithmetic does not know."""
-    policy, critic, reference = (sizes_of(path) if path else None for path in (model.path, critic_path, reference_path))
-    return policy and Job(policy, model, num_shards, engine, max_model_len, critic, reference, offload)

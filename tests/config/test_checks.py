@@ -6,7 +6,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 from helpers.vllm_serve import SERVER
 
-from arpo.config.checks import half_chosen_aepo, no_baseline
+from arpo.config.checks import doubts
 from arpo.config.facts import Decides, Needs, facts_of, ignored, leaves, of_kind
 from arpo.config.load import field_names, load_config
 from arpo.errors import UserError
@@ -412,15 +412,17 @@ def test_a_kind_of_ones_own_is_not_judged_as_gae_or_grpo():
 
 
 def test_a_group_of_one_without_a_critic_is_said():
-    one, critic = RolloutConfig(group_size=1), AdvantageConfig(kind="gae")
-    assert no_baseline(one, AdvantageConfig()).startswith("warning: rollout.group_size=1: ")
-    assert no_baseline(one, critic) == no_baseline(RolloutConfig(), AdvantageConfig()) == ""
+    one, critic, others = RolloutConfig(group_size=1), AdvantageConfig(kind="gae"), (BranchingConfig(), LossConfig())
+    [warning] = doubts(one, others[0], AdvantageConfig(), others[1])
+    assert warning.startswith("warning: rollout.group_size=1: ")
+    assert not [*doubts(one, others[0], critic, others[1])]
+    assert not [*doubts(RolloutConfig(), others[0], AdvantageConfig(), others[1])]
 
 
 def test_a_half_chosen_aepo_says_what_is_missing():
     aepo, whole = BranchingConfig(selector="aepo", dynamic_budget=True), {"entropy_balanced_clipping": True}
-    assert half_chosen_aepo(aepo, LossConfig(entropy_balanced_advantage=True, **whole)) == ""
-    assert half_chosen_aepo(BranchingConfig(), LossConfig()) == ""
-    warning = half_chosen_aepo(BranchingConfig(selector="aepo"), LossConfig(**whole))
+    rollout, advantage = RolloutConfig(), AdvantageConfig()
+    assert not [*doubts(rollout, aepo, advantage, LossConfig(entropy_balanced_advantage=True, **whole))]
+    [warning] = doubts(rollout, BranchingConfig(selector="aepo"), advantage, LossConfig(**whole))
     assert "without branching.dynamic_budget, loss.entropy_balanced_advantage; " in warning
     assert "configs/aepo.yaml" in warning and "\n" not in warning

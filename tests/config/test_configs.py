@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from arpo.branching import RULES, Evidence, initial_rollouts
-from arpo.config.checks import half_chosen_aepo
+from arpo.config.checks import doubts
 from arpo.config.load import load_config
 from arpo.config.sections import OptimConfig
 from arpo.model.loading import check_head
@@ -246,7 +246,8 @@ def test_another_search_takes_its_own_flags_only(script, flags):
 def test_an_algorithms_file_is_its_whole_bundle():
     for model in ("qwen2.5_7b", "qwen3_14b", "smoke"):
         cfg = rl("aepo", model)
-        assert cfg.branching.selector == "aepo" and half_chosen_aepo(cfg.branching, cfg.loss) == ""
+        assert cfg.branching.selector == "aepo"
+        assert not [*doubts(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss)]
         assert rl("grpo", model).branching == BranchingConfig(selector="none")
 
 

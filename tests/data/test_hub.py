@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import huggingface_hub.constants
 import huggingface_hub.file_download
 import pytest
@@ -12,7 +14,7 @@ from arpo.config.run_folder import changes, pin_config, record_settings
 from arpo.data import hub
 from arpo.data.hub import HubFile, parse
 from arpo.errors import UserError
-from arpo.sampling.environment import load_and_tokenize
+from arpo.sampling.environment import Environment
 from evaluate import EvalConfig
 from train_rl import DataConfig, RLConfig
 from train_sft import SFTConfig
@@ -75,7 +77,8 @@ def test_a_name_is_pinned_to_its_commit_and_read_by_the_training_script(server, 
     assert cfg.data.valid == f"o/two@{COMMIT}:main/test.jsonl"
     assert f"data.train: o/one@{COMMIT}:data/questions.jsonl (0.0 MB, in {tmp_path}" in capsys.readouterr().out
     server.requests.clear()
-    prompts = load_and_tokenize(cfg.data.train, DataConfig(system_prompt="none"), Letters(), {})
+    world = SimpleNamespace(codec=Letters(), schemas={})
+    prompts = Environment.prompts(world, cfg.data.train, DataConfig(system_prompt="none"))
     assert [prompt.answers for prompt in prompts] == [["2"], ["3"]] and prompts[0].data_source == "one"
     assert pin_config(cfg) == cfg
     assert server.requests == []  # what lies in the cache is not asked for again

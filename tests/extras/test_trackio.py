@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from arpo.config.named import find
 from arpo.errors import UserError
-from arpo.log.trackers import check_installed
+from arpo.log.trackers import TRACKERS
 from extras.tracked_ids import IDS
 
 TRACKER = f"{Path(__file__).resolve().parents[2] / 'extras' / 'trackio_tracker.py'}:Trackio"
@@ -21,7 +22,7 @@ def test_without_its_package_no_run_starts(monkeypatch):
     with pytest.raises(
         UserError, match=r"^run\.trackers=.*trackio_tracker\.py:Trackio: cannot be imported \(.*trackio"
     ):
-        check_installed([TRACKER])
+        find("run.trackers", TRACKER, TRACKERS)
 
 
 @pytest.mark.slow

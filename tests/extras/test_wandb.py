@@ -14,9 +14,10 @@ from helpers.toy_run import build_toy_world
 from helpers.tracked import log_of, logged_twice
 from helpers.wandb_files import history
 
+from arpo.config.named import find
 from arpo.errors import UserError
 from arpo.log import read_metrics
-from arpo.log.trackers import check_installed
+from arpo.log.trackers import TRACKERS
 from extras.tracked_ids import IDS
 
 TRACKER = f"{Path(__file__).resolve().parents[2] / 'extras' / 'wandb_tracker.py'}:Wandb"
@@ -27,7 +28,7 @@ def test_without_its_package_no_run_starts(monkeypatch, found):
     """A folder of its name, like the one that it makes in a run's, is an empty module, and not the package."""
     monkeypatch.setitem(sys.modules, "wandb", found)
     with pytest.raises(UserError, match=r"^run\.trackers=.*wandb_tracker\.py:Wandb: cannot be imported \(.*wandb"):
-        check_installed([TRACKER])
+        find("run.trackers", TRACKER, TRACKERS)
 
 
 @pytest.mark.slow

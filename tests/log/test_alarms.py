@@ -55,6 +55,10 @@ def test_a_number_that_leaves_its_band_for_two_steps_is_named_once(tmp_path, nam
     assert line.startswith(f"step 10: alarm: the {name} is ") and "may be collapsing" in line
 
 
+def test_a_policy_none_of_whose_calls_has_run_yet_is_no_collapse(tmp_path):
+    assert watch(tmp_path, [USUAL | {"tools/all/calls": 0.0}] * 8 + [USUAL] * 4) == []
+
+
 def test_what_changes_slowly_or_is_not_there_is_no_collapse(tmp_path):
     halving = [{"loss/entropy": 0.5 ** (step / 8), "optim/grad_norm": 1.1**step} for step in range(60)]
     assert watch(tmp_path, halving) == []

@@ -330,6 +330,6 @@ def test_a_run_goes_on_with_the_lines_that_a_power_loss_has_left_and_says_what_i
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "x": step}).encode() + b"\n" for step in (1, 2, 3, 4)]
     path.write_bytes(b"".join(damage(lines)))
-    assert MetricsFile(path, 3).append({"step": 4, "x": 40}) == ""
+    assert MetricsFile(path, 3).write({"step": 4, "x": 40}) == ""
     assert [row["step"] for row in read_metrics(tmp_path)] == [*left, 4]
     assert said in caplog.text and bool(said) == bool(caplog.records)

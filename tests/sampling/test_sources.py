@@ -27,7 +27,7 @@ from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.ranks import Ranks
 from arpo.sampling.sampler import Sampler
-from arpo.sampling.sources import OneRollout, Refilled, until_full
+from arpo.sampling.sources import OneRollout, Refilled
 from arpo.selection import is_dead
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
@@ -355,11 +355,14 @@ def test_nothing_is_left_in_the_store():
     assert before == 3 and store.num_keys() == 0
 
 
-def test_groups_count_up_to_the_last_that_is_needed():
+def test_groups_count_up_to_the_last_that_is_needed(monkeypatch):
+    """Also on a rank that has heard of none of them."""
     live, dead = ([Trajectory("p", str(i), reward=float(i * mixed)) for i in range(2)] for mixed in (1, 0))
     groups = [Group(prompt(), trajectories) for trajectories in (dead, live, dead, live, live, dead)]
-    assert until_full(groups, 2) == groups[:4] and until_full([*groups, None], 3) == groups[:5]
-    assert until_full(groups, 4) == groups
+    for begun, num_wanted, num_taken in ((groups, 2, 4), ([*groups, None], 3, 5), (groups, 4, 6)):
+        monkeypatch.setattr(OneRollout, "exchange", lambda _, begun=begun: begun)
+        [source] = refilled(num_prompts=len(begun), num_wanted=num_wanted)
+        assert source.exchange() == groups[:num_taken] and source.num_cut_off == len(begun) - num_taken
 
 
 def test_calls_that_were_given_up_do_not_answer_later_ones_of_the_same_name():

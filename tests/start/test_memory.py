@@ -24,7 +24,7 @@ from arpo.start.memory import (
     describe,
     engine_memory,
     misfits,
-    read_job,
+    sizes_of,
     training_state,
 )
 from benchmarks.shared.cost_model import memory_of_job, shape_from_json
@@ -65,7 +65,7 @@ def job(monkeypatch):
     """job(model, *flags) -> what train_rl.py checks for configs/MODEL.yaml on 8 GPUs."""
 
     def job(model: str, *flags: str) -> Job:
-        monkeypatch.setattr("arpo.start.memory.sizes_of", lambda path: shape_from_json(MODELS[model]).sizes)
+        monkeypatch.setattr("train_rl.sizes_of", lambda path: shape_from_json(MODELS[model]).sizes)
         return job_of(load_config(RLConfig, [str(CONFIGS / f"{model}.yaml"), *flags]), num_shards=8)
 
     return job
@@ -198,8 +198,8 @@ def test_sizes_are_read_from_the_folder_and_those_that_cannot_be_read_are_left_t
     from safetensors.numpy import load_file
 
     stored = load_file(tiny_model_dir / "model.safetensors")
-    sizes = read_job(ModelConfig(str(tiny_model_dir))).sizes
+    sizes = sizes_of(str(tiny_model_dir))
     assert sizes.parameters == sum(array.size for array in stored.values())
     config = json.loads((tiny_model_dir / "config.json").read_text())
     assert sizes == shape_from_json(config).sizes
-    assert read_job(ModelConfig(str(tmp_path))) is None
+    assert sizes_of(str(tmp_path)) is None
