@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from . import selftest, wire
+from . import wire
 from .cgroup import HostFolder, find_parent
 from .host_process import HostProcess, SandboxUnavailable, Tier
 from .interpreter import Interpreter
 from .limits import CallLimits
+from .selftest import leaks_of
 
 ISOLATING: tuple[Tier, ...] = ("namespaces", "landlock")
 """The tiers that isolate, the best first."""
@@ -95,12 +96,10 @@ class Sandbox:
         host = HostProcess(tier, self.limits, self.interpreter, cgroup)
         if tier == "none":
             return host
-        with selftest.Canaries() as canaries:
-            try:
-                reply = host.call(canaries.probe, self.limits.wall_s, self.grace_s)
-                leaks = canaries.leaks(reply)
-            except (OSError, EOFError, ValueError) as error:
-                leaks = [f"no answer ({type(error).__name__}: {error})"]
+        try:
+            leaks = leaks_of(lambda probe: host.call(probe, self.limits.wall_s, self.grace_s))
+        except (OSError, EOFError, ValueError) as error:
+            leaks = [f"no answer ({type(error).__name__}: {error})"]
         if leaks:
             host.kill()
             host.remove_files()

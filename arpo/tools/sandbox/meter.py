@@ -103,7 +103,7 @@ def _share_bytes(pid: int) -> int | None:
     told = os.path.exists(ROLLUP)
     for task in _tasks(pid):  # the first thread has none once it has ended
         try:
-            return sum(_kib_fields(f"{task}/smaps_rollup", ("Pss_Anon:", "SwapPss:")).values()) << 10
+            return _bytes_of(f"{task}/smaps_rollup", ("Pss_Anon:", "SwapPss:"))
         except PermissionError:
             told = False
         except OSError:
@@ -113,7 +113,7 @@ def _share_bytes(pid: int) -> int | None:
 
 def _anonymous(path: str) -> int:
     try:
-        return sum(_kib_fields(path, ("RssAnon:", "VmSwap:")).values()) << 10
+        return _bytes_of(path, ("RssAnon:", "VmSwap:"))
     except OSError:  # it ended
         return 0
 
@@ -127,10 +127,10 @@ def _socket_bytes(pids: list[int]) -> int:
     return BYTES_PER_SOCKET * sum(name.startswith("socket:") for name in held)
 
 
-def _kib_fields(path: str, names: tuple[str, ...]) -> dict[str, int]:
-    """Return those fields of a file in /proc. Raises OSError."""
+def _bytes_of(path: str, names: tuple[str, ...]) -> int:
+    """Return the sum of those fields of a file in /proc. Raises OSError."""
     with open(path, errors="replace") as file:  # a process names itself
-        return {line.split()[0]: int(line.split()[1]) for line in file if line.startswith(names)}
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith(names))
 
 
 def _tasks(pid: int | str) -> list[str]:

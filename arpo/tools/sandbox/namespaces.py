@@ -98,7 +98,6 @@ class NamespaceJail:
     def open_scratch(self) -> str:
         """Mount a private /tmp, /dev/shm and /proc."""
         kernel.unshare(kernel.CLONE_NEWNS)
-        self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         size = f"size={self.limits.scratch_bytes},nr_inodes={self.limits.scratch_inodes},mode=1777"
         target = "/mnt" if self.interpreter_in_tmp else "/tmp"
         kernel.mount("tmp", target, "tmpfs", NO_SPECIAL_FILES, size)
@@ -135,10 +134,6 @@ class NamespaceJail:
         """Return False: the tmpfs has a size, beyond which the kernel says ENOSPC."""
         return False
 
-    def file_bytes(self, scratch: str) -> int:
-        """Return the memory of all files, also of those that are removed and still open (called in the supervisor)."""
-        return sum((s.f_blocks - s.f_bfree) * s.f_frsize for s in map(os.statvfs, (scratch, "/dev/shm")))
-
     def kill(self, worker: int) -> None:
         """Kill -1: every process of the namespace but us, PID 1, at one moment, so that none can fork away."""
         with contextlib.suppress(ProcessLookupError):
@@ -146,9 +141,6 @@ class NamespaceJail:
 
     def close_scratch(self, scratch: str) -> None:
         """Do nothing: the folder goes with the mount namespace."""
-
-    def written(self, scratch: str) -> dict[str, set[str]]:
-        return {scratch: {path.split("/")[2] for path in self.interpreter_in_tmp}, "/dev/shm": set()}
 
     def close(self) -> None:
         """Do nothing: everything of ours goes with the namespaces."""

@@ -27,33 +27,30 @@ def exceeds(folder: str, limits: CallLimits, num_bytes: int = 0) -> bool:
     """Return whether the files below a folder are too many, too large (`num_bytes` more being elsewhere) or too deep.
     Holds a descriptor per level."""
     num_inodes = 0
-    levels: list[tuple[int, list[str]]] = []
-    """Descriptor of each folder from the top to the current one, and its subfolders that are still to be visited."""
-    try:
-        _descend(levels, folder, None)
-        new = True
-        while levels:
-            fd, subfolders = levels[-1]
-            if new:
-                for entry in _entries(fd):
-                    num_inodes += 1
-                    with contextlib.suppress(OSError):  # removed since it was listed
-                        num_bytes += os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
-                        if entry.is_dir(follow_symlinks=False):
-                            subfolders.append(entry.name)
-                if num_inodes > limits.scratch_inodes or num_bytes > limits.scratch_bytes:
-                    return True
-            if not subfolders:
-                os.close(levels.pop()[0])
-                new = False
-                continue
-            if len(levels) > limits.scratch_depth:
+
+    def goes_over(name: str, parent: int | None, depth: int) -> bool:
+        nonlocal num_inodes, num_bytes
+        try:
+            fd = _open_readable(name, parent)
+        except OSError:  # removed since it was listed
+            return False
+        subfolders = []
+        try:
+            for entry in _entries(fd):
+                num_inodes += 1
+                with contextlib.suppress(OSError):
+                    num_bytes += os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        subfolders.append(entry.name)
+            if num_inodes > limits.scratch_inodes or num_bytes > limits.scratch_bytes:
                 return True
-            new = _descend(levels, subfolders.pop(), fd)
-        return False
-    finally:
-        for fd, _ in levels:
+            if subfolders and depth > limits.scratch_depth:
+                return True
+            return any(goes_over(subfolder, fd, depth + 1) for subfolder in subfolders)
+        finally:
             os.close(fd)
+
+    return goes_over(folder, None, 1)
 
 
 def nameless_bytes(pid: int, folder: str, max_file_bytes: int) -> int:
@@ -78,16 +75,11 @@ def nameless_bytes(pid: int, folder: str, max_file_bytes: int) -> int:
     return sum(held.values())
 
 
-def _descend(levels: list[tuple[int, list[str]]], name: str, parent: int | None) -> bool:
-    """Open a folder as the next level; return False if it was removed since it was listed."""
-    with contextlib.suppress(OSError):
-        try:
-            fd = os.open(name, FOLDER, dir_fd=parent)
-        except PermissionError:  # its owner may write to a folder that it has closed to readers, us among them
-            fd = _open_writable(name, parent)
-        levels.append((fd, []))
-        return True
-    return False
+def _open_readable(name: str, parent: int | None) -> int:
+    try:
+        return os.open(name, FOLDER, dir_fd=parent)
+    except PermissionError:  # its owner may write to a folder that it has closed to readers, us among them
+        return _open_writable(name, parent)
 
 
 def _entries(fd: int) -> list[os.DirEntry[str]]:

@@ -22,7 +22,7 @@ from arpo.tools.base import ToolResult
 from arpo.tools.sandbox.host import NUM_SPARES
 from arpo.tools.sandbox.host_process import HostProcess
 from arpo.tools.sandbox.limits import BUSY_NICE, NICE, CallLimits
-from arpo.tools.sandbox.selftest import Canaries
+from arpo.tools.sandbox.selftest import leaks_of
 
 REPO = Path(__file__).resolve().parents[3]
 UNHURRIED = dataclasses.replace(SMALL, wall_s=60.0)
@@ -70,8 +70,7 @@ def test_the_self_test_sees_through_a_host_without_a_jail(monkeypatch):
     monkeypatch.setenv("ARPO_CANARY", "1")
     host = HostProcess("none", CallLimits())
     try:
-        with Canaries() as canaries:
-            leaks = canaries.leaks(host.call(canaries.probe, 20.0, 10.0))
+        leaks = leaks_of(lambda probe: host.call(probe, 20.0, 10.0))
     finally:
         host.kill()
         host.remove_files()
