@@ -11,7 +11,7 @@ from types import ModuleType
 from . import syscalls as kernel
 from .cgroup import HostCgroup
 from .limits import CallLimits, set_rlimits
-from .trees import exceeds, nameless_bytes, remove_tree
+from .trees import exceeds, nameless_bytes
 
 
 class FolderJail:
@@ -29,7 +29,8 @@ class FolderJail:
         """Called once, in the host. Raises OSError if the machine does not allow this kind of jail."""
         self.limits = limits
         # not in /dev/shm: Docker gives it 64 MB, and the trainer's NCCL and data loaders live there
-        self.base = tempfile.mkdtemp(prefix="arpo-python-")
+        self.base: str | None = tempfile.mkdtemp(prefix="arpo-python-")
+        """The folder on this machine that holds those of the calls; None: all of that goes with a call's namespaces."""
         os.chmod(self.base, 0o711)
         self.worker_uid: int | None = None
         self._zygote = os.getpid()
@@ -78,11 +79,3 @@ class FolderJail:
         """End all processes of the call (called in the supervisor)."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
-
-    def close_scratch(self, scratch: str) -> None:
-        """Remove the folder (called in the supervisor, after `kill`)."""
-        remove_tree(scratch)
-
-    def close(self) -> None:
-        """Clean up when the trainer is gone (called in the zygote)."""
-        remove_tree(self.base)

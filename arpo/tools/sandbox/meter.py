@@ -94,14 +94,14 @@ def private_bytes(pid: int | str = "self") -> int:
     if found := _anonymous(f"/proc/{pid}/status"):
         return found
     # its first thread may have ended, and shows no memory any more, while others go on
-    return max((_anonymous(f"{task}/status") for task in _tasks(pid)), default=0)
+    return max(map(_anonymous, glob.glob(f"/proc/{pid}/task/*/status")), default=0)
 
 
 def _share_bytes(pid: int) -> int | None:
     """Return the process's share of the anonymous memory that it has, alone or with others; 0 for one that is gone or
     about to be; None if the kernel does not tell."""
     told = os.path.exists(ROLLUP)
-    for task in _tasks(pid):  # the first thread has none once it has ended
+    for task in glob.glob(f"/proc/{pid}/task/*"):  # the first thread has none once it has ended
         try:
             return _bytes_of(f"{task}/smaps_rollup", ("Pss_Anon:", "SwapPss:"))
         except PermissionError:
@@ -131,13 +131,6 @@ def _bytes_of(path: str, names: tuple[str, ...]) -> int:
     """Return the sum of those fields of a file in /proc. Raises OSError."""
     with open(path, errors="replace") as file:  # a process names itself
         return sum(int(line.split()[1]) << 10 for line in file if line.startswith(names))
-
-
-def _tasks(pid: int | str) -> list[str]:
-    try:
-        return [f"/proc/{pid}/task/{name}" for name in os.listdir(f"/proc/{pid}/task")]
-    except OSError:  # it ended
-        return []
 
 
 def _look_at(pid: int) -> Process | None:

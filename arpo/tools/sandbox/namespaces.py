@@ -37,6 +37,7 @@ class NamespaceJail:
     """A jail with the methods of folder.FolderJail."""
 
     tier = "namespaces"
+    base = None
     cgroup: HostCgroup | None = None
     sessions: ModuleType | None = None
 
@@ -138,12 +139,6 @@ class NamespaceJail:
         """Kill -1: every process of the namespace but us, PID 1, at one moment, so that none can fork away."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
-
-    def close_scratch(self, scratch: str) -> None:
-        """Do nothing: the folder goes with the mount namespace."""
-
-    def close(self) -> None:
-        """Do nothing: everything of ours goes with the namespaces."""
 
 
 def _is_mapped(uid: int) -> bool:

@@ -79,7 +79,14 @@ def prepare_worker(jail: FolderJail | NamespaceJail) -> Spare:
     streams, (out_write, err_write) = prepare_streams(jail.limits)
     ours, theirs = socket.socketpair()
     cgroup = CallCgroup(jail.cgroup, jail.limits) if jail.cgroup else None
-    worker = _fork_into(cgroup)
+    try:
+        worker = os.fork()
+        if worker and cgroup:
+            cgroup.adopt(worker)  # before it has any code
+    except OSError:
+        if cgroup:
+            cgroup.remove()
+        raise
     if worker == 0:
         run_worker(jail, scratch, out_write, err_write, theirs.fileno())
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as PID 1 we get only signals we have handlers for: have none
@@ -95,19 +102,6 @@ def prepare_streams(limits: CallLimits) -> tuple[list[Stream], list[int]]:
     for fd, _ in pipes:
         os.set_blocking(fd, False)
     return [Stream(fd, limits.kept_output_bytes) for fd, _ in pipes], [fd for _, fd in pipes]
-
-
-def _fork_into(cgroup: CallCgroup | None) -> int:
-    """Fork a child that is in the cgroup before it has any code. Raises OSError, and leaves no cgroup then."""
-    try:
-        pid = os.fork()
-        if pid and cgroup:
-            cgroup.adopt(pid)
-    except OSError:
-        if cgroup:
-            cgroup.remove()
-        raise
-    return pid
 
 
 @dataclass
