@@ -91,10 +91,8 @@ def lost_ticks(before: dict[int, Process], now: dict[int, Process]) -> int:
 
 def private_bytes(pid: int | str = "self") -> int:
     """Return the anonymous memory of a process, swapped out or not; 0 for one that is gone or about to be."""
-    if found := _anonymous(f"/proc/{pid}/status"):
-        return found
     # its first thread may have ended, and shows no memory any more, while others go on
-    return max(map(_anonymous, glob.glob(f"/proc/{pid}/task/*/status")), default=0)
+    return _anonymous(f"/proc/{pid}/status") or max(map(_anonymous, glob.glob(f"/proc/{pid}/task/*/status")), default=0)
 
 
 def _share_bytes(pid: int) -> int | None:

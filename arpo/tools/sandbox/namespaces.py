@@ -131,10 +131,6 @@ class NamespaceJail:
             return []
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
-    def is_over_quota(self, worker: int, scratch: str) -> bool:
-        """Return False: the tmpfs has a size, beyond which the kernel says ENOSPC."""
-        return False
-
     def kill(self, worker: int) -> None:
         """Kill -1: every process of the namespace but us, PID 1, at one moment, so that none can fork away."""
         with contextlib.suppress(ProcessLookupError):

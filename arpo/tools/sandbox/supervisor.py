@@ -151,7 +151,7 @@ class Spare:
 
     def _watch(self, conn: socket.socket, pidfd: int, deadline: float, meter: Meter | CallCgroup) -> str | None:
         """Wait for the worker's end, and return None, or for a limit that it hits, and return its name."""
-        poll_s = QUOTA_POLL_S if self.jail.tier != "namespaces" else POLL_S
+        poll_s = QUOTA_POLL_S if self.jail.base else POLL_S
         poller = select.poll()
         streams = {stream.fd: stream for stream in (self.stdout, self.stderr)}
         for fd in (*streams, pidfd):
@@ -190,7 +190,7 @@ class Spare:
             return "memory_limit"
         if num_tasks > self.jail.limits.max_processes:  # only where RLIMIT_NPROC could not be used
             return "process_limit"
-        return "disk_limit" if self.jail.is_over_quota(self.worker, self.scratch) else None
+        return "disk_limit" if self.jail.base and self.jail.is_over_quota(self.worker, self.scratch) else None
 
     def _step_back(self, pids: list[int]) -> None:
         """Lower the priority of all threads of these processes, and of the call's group, so that calls that have

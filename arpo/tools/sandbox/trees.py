@@ -94,7 +94,7 @@ def remove_tree(folder: str) -> None:
     while os.path.lexists(folder):
         progress = False
         with contextlib.suppress(OSError):
-            progress = _shrink(folder)
+            progress = _shrink(folder, None)
         now = time.monotonic()
         last_progress = now if progress else last_progress
         if now - last_progress > PATIENCE_S or now - started > MAX_REMOVAL_S:
@@ -103,32 +103,22 @@ def remove_tree(folder: str) -> None:
             time.sleep(0.02)
 
 
-def _shrink(folder: str) -> bool:
+def _shrink(name: str, parent: int | None, root: int | None = None) -> bool:
     """Remove the files and the empty folders of the first two levels, and move what is below the second one up to the
-    first. So a tree of any depth goes away in rounds, with two descriptors. Return whether anything has changed."""
-    root = _open_writable(folder, None)
-    progress = False
-    try:
-        for entry in _entries(root):
-            with contextlib.suppress(OSError):
-                if entry.is_dir(follow_symlinks=False):
-                    progress |= _hoist(root, entry.name)
-                else:
-                    os.unlink(entry.name, dir_fd=root)
-                    progress = True
-    finally:
-        os.close(root)
-    return _remove_empty(folder, None) or progress
+    first. So a tree of any depth goes away in rounds, with two descriptors. Return whether anything has changed.
 
-
-def _hoist(root: int, name: str) -> bool:
-    """Remove a folder of `root` after its files are removed and its folders are moved to `root`, under new names."""
+    root: descriptor of the first level, where this is a folder of the second one.
+    """
     progress = False
-    fd = _open_writable(name, root)
+    fd = _open_writable(name, parent)
     try:
         for entry in _entries(fd):
             with contextlib.suppress(OSError):
-                if entry.is_dir(follow_symlinks=False):
+                is_folder = entry.is_dir(follow_symlinks=False)
+                if is_folder and root is None:
+                    progress |= _shrink(entry.name, fd, fd)
+                    continue
+                if is_folder:
                     os.close(_open_writable(entry.name, fd))  # who moves a folder must be allowed to write to it
                     os.rename(entry.name, f"arpo-{secrets.token_hex(8)}", src_dir_fd=fd, dst_dir_fd=root)
                 else:
@@ -136,16 +126,10 @@ def _hoist(root: int, name: str) -> bool:
                 progress = True
     finally:
         os.close(fd)
-    return _remove_empty(name, root) or progress
-
-
-def _remove_empty(name: str, parent: int | None) -> bool:
-    """Remove a folder if it is empty. Return whether it was."""
-    try:
+    with contextlib.suppress(OSError):  # it is not empty
         os.rmdir(name, dir_fd=parent)
         return True
-    except OSError:
-        return False
+    return progress
 
 
 def _open_writable(name: str, parent: int | None) -> int:

@@ -111,7 +111,7 @@ class Member(Spare):
             return "memory_limit"
         if num_tasks > limits.max_processes:
             return "process_limit"
-        return "disk_limit" if self.jail.is_over_quota(self.worker, self.scratch) else None
+        return "disk_limit" if self.jail.base and self.jail.is_over_quota(self.worker, self.scratch) else None
 
     def is_whole(self) -> bool:
         """Return whether a fork of the worker, which must not be hidden, copies all of the session."""
@@ -268,13 +268,13 @@ class Family:
     def _file_bytes(self, scratch: str) -> int:
         """Return the memory of all files, also of those that are removed and still open; none where they are on a
         disk."""
-        if self.jail.tier != "namespaces":
+        if self.jail.base:
             return 0
         return sum((s.f_blocks - s.f_bfree) * s.f_frsize for s in map(os.statvfs, (scratch, "/dev/shm")))
 
     def _written(self, scratch: str) -> dict[str, set[str]]:
         """Return the folders that a session may write to, each with the names in it that must stay."""
-        if self.jail.tier != "namespaces":
+        if self.jail.base:
             return {scratch: set()}
         return {scratch: {path.split("/")[2] for path in self.jail.interpreter_in_tmp}, "/dev/shm": set()}
 
