@@ -72,7 +72,7 @@ class FolderJail:
         polls."""
         with kernel.file_user(self.worker_uid):
             removed = nameless_bytes(worker, scratch, self.limits.max_file_bytes)
-        kernel.die_with(self._zygote)  # another user's eyes have cleared it
+        kernel.die_with(self._zygote)  # looking as another user has cleared that
         return exceeds(scratch, self.limits, removed)
 
     def kill(self, worker: int) -> None:

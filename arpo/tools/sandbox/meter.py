@@ -23,14 +23,11 @@ class Process:
     started: int
     """Time of its start: a number may be given again to another process."""
     parent: int
-    own_ticks: int
+    ticks: int
+    """CPU time, with `waited_ticks`."""
     waited_ticks: int
     """CPU time of the children that it has waited for, and of theirs."""
     num_tasks: int
-
-    @property
-    def ticks(self) -> int:
-        return self.own_ticks + self.waited_ticks
 
 
 class Meter:
@@ -141,7 +138,7 @@ def _look_at(pid: int) -> Process | None:
     return Process(
         started=fields[18],
         parent=fields[0],
-        own_ticks=user + system,
+        ticks=user + system + waited_user + waited_system,
         waited_ticks=waited_user + waited_system,
         num_tasks=fields[16],
     )
