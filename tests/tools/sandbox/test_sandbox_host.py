@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -193,6 +194,23 @@ def test_nothing_outlives_a_killed_trainer(tier):
     assert calls_run
     assert wait_until(lambda: not any(processes_of(pid) for pid in pids))
     assert wait_until(lambda: not os.path.exists(folder))
+
+
+def test_a_call_whose_files_are_another_users_ends_with_its_host():
+    """The supervisor counts them as that user, and the kernel then forgets with whom it is to die."""
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    if os.geteuid() != 0 or python is None:
+        pytest.skip("only root gives calls to another user, for whom this needs an interpreter")
+    tool = start(dataclasses.replace(UNHURRIED, interpreter=python), "landlock")
+    host, end_s = tool.sandbox.host.pid, time.time() + 40
+    caller = threading.Thread(target=lambda: text_of(tool, until(end_s)))
+    caller.start()
+    assert wait_until(lambda: len(processes_of(host)) > 1 + 2 * NUM_SPARES)
+    time.sleep(1)  # files are counted every 20 ms
+    pids = processes_of(host)
+    tool.sandbox.close()
+    assert wait_until(lambda: not any(processes_of(pid) for pid in pids)) and time.time() < end_s - 10
+    caller.join()
 
 
 def test_the_host_outlives_the_thread_that_started_it():
