@@ -62,7 +62,8 @@ def part_of(micro: MicroBatch, group: dist.ProcessGroup) -> PartBatch:
         "rollout_logprobs": micro.rollout_logprobs * loss_mask,
     }
     # Of a tree too the (B, T) fields are enough; only the head scores what rows share once for each of them then.
-    return PartBatch(**{field.name: getattr(micro, field.name) for field in fields(MicroBatch)} | changed, group=group)
+    whole = {field.name: getattr(micro, field.name) for field in fields(MicroBatch)}
+    return PartBatch(**whole | changed, group=group)
 
 
 def ulysses(attention: str) -> str:

@@ -37,7 +37,7 @@ def run_worker(
         os.dup2(source, target)
     kernel.close_from(CHANNEL_FD + 1)
     try:
-        os.setpgrp()  # os.kill(0, ...) is not for the supervisor
+        os.setpgrp()  # what the code sends to its group is not for the supervisor
         os.nice(NICE)
         os.chdir(scratch)
         os.umask(0o077)
