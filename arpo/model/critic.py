@@ -51,28 +51,6 @@ def load_critic(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device) -> 
     return critic
 
 
-@dataclass(frozen=True)
-class TrainedCritic:
-    """A critic with its optimizer and its learning rate."""
-
-    model: Critic
-    optimizer: torch.optim.Optimizer
-    cfg: OptimConfig
-    num_updates: int
-    """Of the run."""
-
-    @classmethod
-    def load(cls, model: ModelConfig, cfg: OptimConfig, num_updates: int, dist: Ranks) -> TrainedCritic:
-        """Load it, see `load_critic`. Collective."""
-        critic = load_critic(model, dist.mesh, device=dist.device)
-        return cls(critic, build_optimizer(critic, cfg), cfg, num_updates)
-
-    def update(self, micros: list[MicroBatch], update: int, dist: Ranks) -> Metrics:
-        """Do optimizer step `update` (from 0) of the run; see `update_critic`."""
-        set_learning_rate(self.optimizer, update, self.num_updates, self.cfg)
-        return update_critic(self.model, self.optimizer, micros, self.cfg.max_grad_norm, dist)
-
-
 def fill_values(critic: Critic, micros: list[MicroBatch]) -> None:
     """Fill `old_values` with the critic's values before the update."""
     for micro in micros:
@@ -103,20 +81,35 @@ def value_loss(
     return loss, metrics
 
 
-def update_critic(
-    critic: Critic, optimizer: torch.optim.Optimizer, micros: list[MicroBatch], max_grad_norm: float, dist: Ranks
-) -> Metrics:
-    """One optimizer step on a global mini-batch, of which `micros` are this rank's part."""
-    metrics = Metrics()
-    [num_tokens] = dist.all_reduce_sum(sum(micro.num_loss_tokens for micro in micros))
-    for micro in accumulating(critic, micros):
-        values = critic(micro)
-        loss, loss_metrics = value_loss(
-            values, micro.old_values, micro.returns, micro.loss_mask, denominator=num_tokens
-        )
-        (loss * dist.world_size).backward()  # FSDP2 averages gradients over ranks
-        metrics.merge(loss_metrics, prefix="critic/")
-    metrics.mean("critic/grad_norm", clip_grad_norm(critic, max_grad_norm))
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return metrics
+@dataclass(frozen=True)
+class TrainedCritic:
+    """A critic with its optimizer and its learning rate."""
+
+    model: Critic
+    optimizer: torch.optim.Optimizer
+    cfg: OptimConfig
+    num_updates: int
+    """Of the run."""
+
+    @classmethod
+    def load(cls, model: ModelConfig, cfg: OptimConfig, num_updates: int, dist: Ranks) -> TrainedCritic:
+        """Load it, see `load_critic`. Collective."""
+        critic = load_critic(model, dist.mesh, device=dist.device)
+        return cls(critic, build_optimizer(critic, cfg), cfg, num_updates)
+
+    def update(self, micros: list[MicroBatch], update: int, dist: Ranks) -> Metrics:
+        """Do optimizer step `update` (from 0) of the run on a global mini-batch, of which `micros` are this rank's
+        part."""
+        set_learning_rate(self.optimizer, update, self.num_updates, self.cfg)
+        metrics = Metrics()
+        [num_tokens] = dist.all_reduce_sum(sum(micro.num_loss_tokens for micro in micros))
+        for micro in accumulating(self.model, micros):
+            loss, loss_metrics = value_loss(
+                self.model(micro), micro.old_values, micro.returns, micro.loss_mask, denominator=num_tokens
+            )
+            (loss * dist.world_size).backward()  # FSDP2 averages gradients over ranks
+            metrics.merge(loss_metrics, prefix="critic/")
+        metrics.mean("critic/grad_norm", clip_grad_norm(self.model, self.cfg.max_grad_norm))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return metrics

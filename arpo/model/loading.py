@@ -158,25 +158,16 @@ def weight_files(path: str) -> list[Path]:
 
 
 def copy_rows(parameter: torch.Tensor, weight) -> None:
-    """Copy this rank's rows of `weight`, a tensor or a safetensors slice, into the parameter."""
-    rows = own_rows(parameter)
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if rows.start < rows.stop:
-        local.copy_(weight[rows])  # casts
-
-
-def own_rows(parameter: torch.Tensor) -> slice:
-    """Return the rows (of dimension 0) that this rank holds of a parameter, which are all of a plain tensor.
+    """Copy this rank's rows (of dimension 0) of `weight`, a tensor or a safetensors slice, into the parameter.
 
     FSDP2 cuts like torch.chunk, 5 rows on 2 ranks: [0, 3) and [3, 5).
     """
-    num_rows = parameter.shape[0]
-    if not isinstance(parameter, DTensor):
-        return slice(0, num_rows)
-    for dim, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            assert placement.dim == 0, parameter.placements
-            chunk = -(-num_rows // parameter.device_mesh.size(dim))
-            start = min(chunk * parameter.device_mesh.get_local_rank(dim), num_rows)
-            return slice(start, min(start + chunk, num_rows))
-    return slice(0, num_rows)
+    local, start = parameter, 0
+    if isinstance(parameter, DTensor):
+        local, mesh = parameter.to_local(), parameter.device_mesh
+        for dim, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                assert placement.dim == 0, parameter.placements
+                start = mesh.get_local_rank(dim) * -(-parameter.shape[0] // mesh.size(dim))
+    if len(local):
+        local.copy_(weight[start : start + len(local)])  # casts

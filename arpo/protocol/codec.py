@@ -302,14 +302,8 @@ class Codec(ABC):
         """Return what the assistant says, as the file has it, without the <think> that the prompt has opened."""
         text = message["content"].strip() if self._trims else message["content"]
         text = self._with_calls(text, message).replace(DATA, "") if message.get("tool_calls") else text
-        return self._after_opening(text) if self._opened else text
-
-    def _with_calls(self, text: str, message: dict[str, Any]) -> str:
-        """Return the text of a message and, behind it, the calls that it has in a field; with tags it has none."""
-        return text
-
-    def _after_opening(self, text: str) -> str:
-        """Return an assistant's text without the <think> at its start, which the generation prompt has written."""
+        if not self._opened:
+            return text
         text = text.lstrip()
         if not text.startswith(THINK):
             raise ValueError(
@@ -317,6 +311,10 @@ class Codec(ABC):
                 "<think> ... </think> at the start, or take a template that does not open one"
             )
         return text.removeprefix(self._opened if text.startswith(self._opened) else THINK)
+
+    def _with_calls(self, text: str, message: dict[str, Any]) -> str:
+        """Return the text of a message and, behind it, the calls that it has in a field; with tags it has none."""
+        return text
 
     @staticmethod
     def _add(row: Rendered, token_ids: list[int], trained: bool) -> None:

@@ -66,8 +66,7 @@ class ContextEvidence:
     def asked(self, question: str) -> list[int]:
         """Return the tokens of the prompt with another text in its last message."""
         *before, last = self.prompt.messages
-        messages, tools = [*before, {**last, "content": question}], self.prompt.tools
-        return self.codec.render_prompt(messages) if tools is None else self.codec.render_prompt(messages, tools)
+        return self.codec.render_prompt([*before, {**last, "content": question}], self.prompt.tools)
 
 
 def append(evidence: ContextEvidence) -> None:

@@ -25,7 +25,10 @@ def default_system_prompt(tools: Sequence[About], listed: Sequence[ToolSchema] =
         example = f"<think> what is needed, and what follows </think>{_EXAMPLE_END}"
         return f"{head}.\nThink inside <think> </think>. {ANSWER_RULE}\nExample: {example}"
     if listed:
-        tools = [*tools, _about_listed(listed[0], has_example=bool(tools))]
+        call = f"<{listed[0].name}> {example_call(listed[0])} </{listed[0].name}>"
+        usage = f"to call a tool of the list, write its arguments between its tags, like {call}"
+        example = "" if tools else f"{call} <result> 42 </result>"  # those of other tools are enough
+        tools = [*tools, About("the tools listed at the end", usage, example)]
     nouns = " and ".join(filter(None, (", ".join(tool.noun for tool in tools[:-1]), tools[-1].noun)))
     usage = "; ".join(tool.usage for tool in tools)
     example = "<think> what follows </think>".join(tool.example for tool in tools if tool.example)
@@ -42,13 +45,6 @@ def json_system_prompt(tools: Sequence[str]) -> str:
     """Return the system prompt for calls in JSON. The chat template lists the tools, so it names none."""
     call = " Call tools wherever they help." if tools else ""
     return f"You are a helpful assistant that solves the given question step by step.{call} {BOX_RULE}"
-
-
-def _about_listed(first: ToolSchema, *, has_example: bool) -> About:
-    """Return how the listed tools are spoken of together; with an example of their own only where no other is shown."""
-    call = f"<{first.name}> {example_call(first)} </{first.name}>"
-    usage = f"to call a tool of the list, write its arguments between its tags, like {call}"
-    return About("the tools listed at the end", usage, "" if has_example else f"{call} <result> 42 </result>")
 
 
 def _listing(schema: ToolSchema) -> str:

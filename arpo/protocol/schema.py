@@ -93,7 +93,7 @@ def example_call(schema: ToolSchema) -> str:
     if schema.text_argument:
         return schema.text_argument
     shown = schema.required or list(schema.properties)[:1]
-    return _as_json({name: _example(schema.properties.get(name)) for name in shown})
+    return json.dumps({name: _example(schema.properties.get(name)) for name in shown}, ensure_ascii=False)
 
 
 def check_arguments(schema: ToolSchema, arguments: Any) -> str:
@@ -187,7 +187,7 @@ def _mismatch(value: Any, schema: Any, place: str) -> tuple[str, str, Any] | Non
         return None
     choices = _part(schema, "enum", list)
     if choices and not any(choice == value and type(choice) is type(value) for choice in choices):
-        return place, "one of " + ", ".join(map(_as_json, choices)), value
+        return place, "one of " + ", ".join(json.dumps(one, ensure_ascii=False) for one in choices), value
     if ways := _part(schema, "anyOf", list):
         found = [_mismatch(value, way, place) for way in ways]
         if all(found):
@@ -256,10 +256,6 @@ def _example(schema: Any) -> Any:
 
 def _with_article(kind: str) -> str:
     return "null" if kind == "null" else f"a{'n' if kind[:1] in 'aeiou' else ''} {kind}"
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _shown(value: Any) -> str:

@@ -68,18 +68,13 @@ def render_result(text: str) -> str:
 def merge_tool_messages(messages: list[dict[str, str]], tools: Sequence[str] = PAPER_TOOLS) -> list[dict[str, str]]:
     """Join assistant / tool / assistant ... into one assistant turn with <result> spans, as the rollout writes it."""
     merged: list[dict[str, str]] = []
-    last_role = ""
-    for message in messages:
-        role, text = message["role"], message["content"]
-        if role == "tool":
-            if last_role not in ("assistant", "tool"):
-                raise ValueError("a tool message must follow an assistant message")
-            merged[-1]["content"] += render_result(escape_result(text, tools))
-        elif role == "assistant" and last_role == "tool":
-            merged[-1]["content"] += text
+    for last, message in pairwise([{"role": ""}, *messages]):
+        if message["role"] == "tool":
+            merged[-1]["content"] += render_result(escape_result(message["content"], tools))
+        elif message["role"] == "assistant" and last["role"] == "tool":
+            merged[-1]["content"] += message["content"]
         else:
-            merged.append({"role": role, "content": text})
-        last_role = role
+            merged.append({"role": message["role"], "content": message["content"]})
     return merged
 
 

@@ -19,10 +19,10 @@ def cache_home(tmp_path_factory, monkeypatch):
 def forking():
     """A tool in the tier that can copy notebooks."""
     tool = start(CFG, "namespaces", kind=NotebookTool)
-    if tool.sandbox._host.has_proc:
+    if tool.sandbox.host.has_proc:
         yield tool
     asyncio.run(tool.aclose())
-    if not tool.sandbox._host.has_proc:
+    if not tool.sandbox.host.has_proc:
         pytest.skip("there is no /proc in this jail, so nothing may fork")
 
 

@@ -182,7 +182,7 @@ def test_a_tier_that_allows_no_processes_forks_nothing(tool):
 def test_a_lost_host_costs_a_replay(tool):
     async def story(session: Notebook) -> None:
         await tool.run("x = 1", CONTEXT, session)
-        os.kill(tool.sandbox.host_pid, signal.SIGKILL)
+        os.kill(tool.sandbox.host.pid, signal.SIGKILL)
         with pytest.raises(SessionLost):
             while True:  # the kernel takes a moment
                 await tool.run("x", CONTEXT, session)
@@ -267,7 +267,7 @@ def test_nothing_of_a_notebook_is_left_when_its_trajectory_has_ended(forking):
     runner = ToolRunner({"notebook": forking})
 
     def has_notebooks(number: int) -> bool:  # each a supervisor and a worker, as the spares are
-        return len(processes_of(forking.sandbox.host_pid)) == 2 + 2 * (NUM_SPARES + number)
+        return len(processes_of(forking.sandbox.host.pid)) == 2 + 2 * (NUM_SPARES + number)
 
     assert wait_until(lambda: has_notebooks(0))
     try:

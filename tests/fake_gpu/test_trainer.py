@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from arpo.config.sections import OptimConfig
 from arpo.model.attention import BY_ROW, register
-from arpo.model.critic import Critic, fill_values, update_critic
+from arpo.model.critic import Critic, TrainedCritic, fill_values
 from arpo.model.optim import build_optimizer
 from arpo.model.policy import Policy
 from arpo.ranks import Ranks
@@ -110,10 +110,11 @@ def test_the_critic_learns_there_what_it_does_on_the_cpu(ranks, folders, layout,
         critic = Critic(load(folders[1], ranks.device, attention, torch.float32).base_model)
         if ranks.device == CUDA:
             to_fake_cuda(critic.value_head)
-        optimizer = build_optimizer(critic, OptimConfig(lr=1e-2))
+        optim = OptimConfig(lr=1e-2)
+        trained = TrainedCritic(critic, build_optimizer(critic, optim), optim, num_updates=2)
         for step in range(2):
             fill_values(critic, minibatch.micros)
-            metrics.merge(update_critic(critic, optimizer, minibatch.micros, 1.0, ranks), prefix=f"step {step}/")
+            metrics.merge(trained.update(minibatch.micros, step, ranks), prefix=f"step {step}/")
         return metrics.values()
 
     with on(CUDA, torch.float32):

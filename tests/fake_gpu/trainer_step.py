@@ -21,7 +21,7 @@ from arpo.config.sections import OptimConfig, UpdateConfig
 from arpo.metrics import Metrics
 from arpo.model import Policy
 from arpo.model.attention import register
-from arpo.model.critic import Critic, fill_values, update_critic
+from arpo.model.critic import Critic, TrainedCritic, fill_values
 from arpo.model.optim import build_optimizer
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
@@ -95,9 +95,10 @@ class TrainerStep:
         ends("advantages")
         optimizer = build_optimizer(self.policy, OptimConfig(lr=1e-3))
         critic_optimizer = build_optimizer(self.critic, OptimConfig(lr=1e-3))
+        trained_critic = TrainedCritic(self.critic, critic_optimizer, OptimConfig(lr=1e-3), num_updates=2)
         for number in range(2):
             if advantage.needs_critic:
-                metrics.merge(update_critic(self.critic, critic_optimizer, micros, 1.0, self.ranks))
+                metrics.merge(trained_critic.update(micros, number, self.ranks))
                 ends(f"critic {number}")
             metrics.merge(
                 update_policy(self.policy, optimizer, micros, loss, 0.9, 1.0, self.ranks, is_first=number == 0)

@@ -94,8 +94,8 @@ def jail_of(tool: PythonTool) -> list[int]:
     """The host without calls, in tier A after its launcher: when all there is below it are spares."""
     num_own = 2 if tool.sandbox.tier == "namespaces" else 1
     per_spare = 2  # a supervisor and its worker
-    assert wait_until(lambda: len(processes_of(tool.sandbox.host_pid)) == num_own + per_spare * NUM_SPARES)
-    return processes_of(tool.sandbox.host_pid)[:num_own]
+    assert wait_until(lambda: len(processes_of(tool.sandbox.host.pid)) == num_own + per_spare * NUM_SPARES)
+    return processes_of(tool.sandbox.host.pid)[:num_own]
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:

@@ -16,7 +16,7 @@ from arpo.checkpoint.snapshot import snapshot
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.metrics import Metrics
 from arpo.model import load_policy
-from arpo.model.critic import TrainedCritic, fill_values, load_critic, update_critic, value_loss
+from arpo.model.critic import TrainedCritic, fill_values, load_critic, value_loss
 from arpo.model.optim import build_optimizer
 from arpo.ranks import Ranks
 from arpo.tree import tree_microbatches
@@ -96,14 +96,14 @@ def test_values_are_exact_even_where_the_backbone_computes_in_bfloat16(tiny_mode
 
 def test_the_critic_learns_constant_returns(tiny_model_dir, ranks):
     critic = load_critic(model_of(tiny_model_dir), ranks.mesh, device=CPU)
-    optimizer = build_optimizer(critic, OPTIM)
+    trained = TrainedCritic(critic, build_optimizer(critic, OPTIM), OPTIM, num_updates=25)
     micros = microbatches(make_rows(), 0, 1, max_tokens=24)
     losses = []
-    for _ in range(25):
+    for update in range(25):
         fill_values(critic, micros)
         for micro in micros:
             micro.returns = 0.7 * micro.loss_mask
-        losses.append(update_critic(critic, optimizer, micros, 1.0, ranks)["critic/loss"])
+        losses.append(trained.update(micros, update, ranks)["critic/loss"])
     assert losses[0] == pytest.approx(0.5 * 0.7**2, rel=1e-5)
     with torch.no_grad():
         errors = [(critic(micro) - 0.7)[micro.loss_mask].abs() for micro in micros]
@@ -129,7 +129,8 @@ def gradients(ranks, folder: str, max_tokens: int, layout) -> tuple[dict, dict]:
         lambda *_: seen.update({name: p.grad.full_tensor().numpy() for name, p in critic.named_parameters()})
     )
     metrics = Metrics()
-    metrics.merge(update_critic(critic, optimizer, micros, 1e9, ranks))
+    trained = TrainedCritic(critic, optimizer, OptimConfig(lr=0.0, max_grad_norm=1e9), num_updates=1)
+    metrics.merge(trained.update(micros, 0, ranks))
     return ranks.reduce_metrics(metrics).values(), seen
 
 
@@ -169,7 +170,7 @@ def train(ranks, folder: str, run: str, last_step: int, save_at: tuple[int, ...]
         fill_values(critic, micros)
         for micro in micros:
             micro.returns = step * 0.1 * micro.loss_mask
-        update_critic(critic, critic_optimizer, micros, 1.0, ranks)
+        trained.update(micros, step - 1, ranks)
         if step > 2:
             for micro in micros:
                 (-policy(micro)[0].sum()).backward()

@@ -47,7 +47,7 @@ def run_attacks(tier: str, only: str | None) -> dict[str, str | None]:
         sane = sandbox.run("6 * 7")
         results["sane_call_afterwards"] = None if sane.stdout == "42\n" else str(sane)
     finally:
-        folder = sandbox.folder
+        folder = sandbox.host.base
         sandbox.close()
         world.close()
     results["files_left"] = folder if folder and os.path.exists(folder) else None

@@ -20,6 +20,7 @@ import time
 from .limits import CallLimits
 
 CONTROLLERS = ("memory", "pids")
+_ENABLE = " ".join(f"+{name}" for name in CONTROLLERS)
 PREFIX = "arpo-"
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 KERNEL_BYTES = 8 << 20
@@ -89,22 +90,17 @@ def _check_usable(folder: str) -> None:
     try:
         missing = set(CONTROLLERS) - _words(f"{folder}/cgroup.controllers")
         enabled = _words(f"{folder}/cgroup.subtree_control")
-        has_processes = _has_processes(folder)
+        processes = _words(f"{folder}/cgroup.procs")
     except OSError as error:
         raise ValueError(f"{folder} is no cgroup of version 2 ({error.strerror})") from None
     if missing:
         raise ValueError(f"{folder} lacks {' and '.join(sorted(missing))} in its cgroup.controllers")
     is_root = not os.path.exists(f"{folder}/cgroup.events")
-    if has_processes and not is_root and not enabled.issuperset(CONTROLLERS):
+    if processes and not is_root and not enabled.issuperset(CONTROLLERS):
         raise ValueError(f"{folder} has processes in it; start them in a cgroup below it")
     needs = (folder, f"{folder}/cgroup.procs")
     if not all(os.access(path, os.W_OK) for path in needs):
         raise ValueError(f"{folder} is not writable")
-
-
-def _has_processes(folder: str) -> bool:
-    with open(f"{folder}/cgroup.procs") as file:
-        return bool(file.read(1))
 
 
 def _words(path: str) -> set[str]:
@@ -154,29 +150,28 @@ def remove_leftovers(parent: str) -> None:
                 os.close(fd)
 
 
-def _remove(folder: str) -> None:
-    """Remove a host's cgroup and those below it, with their processes, as far as that is possible."""
+def _remove(folder: str, parent: int | None = None) -> None:
+    """Remove a cgroup and those in it, with their processes, as far as that is possible. Never raises."""
     deadline = time.monotonic() + PATIENCE_S
-    while os.path.exists(folder):
+    while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            _write(f"{folder}/cgroup.kill", "1")
+            os.rmdir(folder, dir_fd=parent)
+        try:
+            fd = os.open(folder, FOLDER, dir_fd=parent)
+        except OSError:  # it is gone
+            return
         with contextlib.suppress(OSError):
-            for entry in os.scandir(folder):
-                if entry.is_dir(follow_symlinks=False):
-                    with contextlib.suppress(OSError):  # processes take a moment to end
-                        os.rmdir(entry.path)
-            os.rmdir(folder)
-            return
-        if time.monotonic() > deadline:
-            return
-        time.sleep(0.01)
+            _write("cgroup.kill", "1", fd)
+        with contextlib.suppress(OSError):
+            for name in os.listdir(fd):
+                with contextlib.suppress(OSError):  # a file; or processes take a moment to end
+                    os.rmdir(name, dir_fd=fd)
+        os.close(fd)
+        time.sleep(0.005)
 
 
-_ENABLE = " ".join(f"+{name}" for name in CONTROLLERS)
-
-
-def _write(path: str, text: str, folder: int | None = None) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
+def _write(name: str, text: str, folder: int) -> None:
+    fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         os.write(fd, text.encode())
     finally:
@@ -253,17 +248,7 @@ class CallCgroup:
 
     def remove(self) -> None:
         """Kill what is still in it, and remove it. Never raises."""
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            with contextlib.suppress(FileNotFoundError):
-                try:
-                    os.rmdir(self._name, dir_fd=self._host)
-                except OSError:
-                    with contextlib.suppress(OSError):
-                        _write(f"{self._name}/cgroup.kill", "1", self._host)
-                    time.sleep(0.005)
-                    continue
-            break
+        _remove(self._name, self._host)
         if self.fd >= 0:
             os.close(self.fd)
 

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from . import selftest, wire
+from . import wire
 from .cgroup import HostFolder, find_parent
 from .host_process import HostProcess, SandboxUnavailable, Tier
 from .interpreter import Interpreter
 from .limits import CallLimits
+from .selftest import leaks_of
 
 ISOLATING: tuple[Tier, ...] = ("namespaces", "landlock")
 """The tiers that isolate, the best first."""
@@ -68,7 +69,7 @@ class Sandbox:
         reasons: list[str] = []
         for candidate in (tier,) if tier else (*ISOLATING, "none") if allow_unsafe else ISOLATING:
             try:
-                self._host, self.tier = self._start(candidate), candidate
+                self.host, self.tier = self._start(candidate), candidate
                 break
             except SandboxUnavailable as error:
                 reasons.append(f"{candidate}: {error}")
@@ -95,12 +96,10 @@ class Sandbox:
         host = HostProcess(tier, self.limits, self.interpreter, cgroup)
         if tier == "none":
             return host
-        with selftest.Canaries() as canaries:
-            try:
-                reply = host.call(canaries.probe, self.limits.wall_s, self.grace_s)
-                leaks = canaries.leaks(reply)
-            except (OSError, EOFError, ValueError) as error:
-                leaks = [f"no answer ({type(error).__name__}: {error})"]
+        try:
+            leaks = leaks_of(lambda probe: host.call(probe, self.limits.wall_s, self.grace_s))
+        except (OSError, EOFError, ValueError) as error:
+            leaks = [f"no answer ({type(error).__name__}: {error})"]
         if leaks:
             host.kill()
             host.remove_files()
@@ -116,7 +115,7 @@ class Sandbox:
         """Return what the action makes of the host, a new one where that is lost; or a sandbox_error. Never raises."""
         error: Exception | None = None
         for _ in range(NUM_ATTEMPTS):
-            host = self._host
+            host = self.host
             try:
                 return action(host)
             except (OSError, EOFError, ValueError) as caught:
@@ -134,10 +133,10 @@ class Sandbox:
 
     def _replace(self, lost: HostProcess) -> None:
         with self._lock:
-            if self._host is not lost or self._closed:
+            if self.host is not lost or self._closed:
                 return
             lost.kill()
-            self._host = self._start(self.tier)  # never in a lower tier than was announced
+            self.host = self._start(self.tier)  # never in a lower tier than was announced
             self.num_restarts += 1
             # beside the calls, which wait for the new host only
             removal = threading.Thread(target=lost.remove_files, name="arpo-python-remove")
@@ -145,21 +144,12 @@ class Sandbox:
             self._removals = [thread for thread in self._removals if thread.is_alive()] + [removal]
         logger.warning("python tool: the sandbox host was lost and has been replaced (%d so far)", self.num_restarts)
 
-    @property
-    def host_pid(self) -> int:
-        return self._host.pid
-
-    @property
-    def folder(self) -> str | None:
-        """The folder that holds the calls' files on this machine; None if calls have a file system of their own."""
-        return self._host.base
-
     def close(self) -> None:
         """End the host, and every call in it."""
         self._closed = True
         with self._lock:
-            self._host.kill()
-            self._host.remove_files()
+            self.host.kill()
+            self.host.remove_files()
             for removal in self._removals:
                 removal.join()
 
@@ -171,10 +161,10 @@ class Sandbox:
             "namespaces": "sandboxed by namespaces and seccomp; without /proc, code may not start processes",
         }[self.tier]
         table = LIMITS if self.no_cgroup else LIMITS_OF_CGROUPS
-        limits = table[self.tier if self._host.has_proc else "one process"]
+        limits = table[self.tier if self.host.has_proc else "one process"]
         limits = "; ".join(filter(None, (limits, NOT_HELD.get(self.tier))))
         limits += f"; no cgroup: {self.no_cgroup}" if self.no_cgroup else ""
-        if self.tier != "namespaces" or not self._host.has_proc:
+        if self.tier != "namespaces" or not self.host.has_proc:
             logger.warning("python tool: %s%s; %s", lacks, f" ({'; '.join(refused)})" if refused else "", limits)
         else:
             logger.info("python tool: sandboxed by namespaces and seccomp; %s", limits)

@@ -11,7 +11,7 @@ from types import ModuleType
 from . import syscalls as kernel
 from .cgroup import HostCgroup
 from .limits import CallLimits, set_rlimits
-from .trees import exceeds, nameless_bytes, remove_tree
+from .trees import exceeds, nameless_bytes
 
 
 class FolderJail:
@@ -20,8 +20,6 @@ class FolderJail:
     tier = "none"
     has_proc = True
     """True where /proc shows a call's processes. Without it their memory cannot be summed up: there may be only one."""
-    proc: str | int = "/proc"
-    """Path or descriptor of a /proc in which the worker finds itself."""
     cgroup: HostCgroup | None = None
     """The cgroup below which each call gets its own; None: limits on sums are polled."""
     sessions: ModuleType | None = None
@@ -31,18 +29,17 @@ class FolderJail:
         """Called once, in the host. Raises OSError if the machine does not allow this kind of jail."""
         self.limits = limits
         # not in /dev/shm: Docker gives it 64 MB, and the trainer's NCCL and data loaders live there
-        self.base = tempfile.mkdtemp(prefix="arpo-python-")
+        self.base: str | None = tempfile.mkdtemp(prefix="arpo-python-")
+        """The folder on this machine that holds those of the calls; None: all of that goes with a call's namespaces."""
         os.chmod(self.base, 0o711)
         self.worker_uid: int | None = None
+        self._zygote = os.getpid()
 
     def fork(self) -> int:
         """Fork a supervisor (called in the zygote). Whatever it leaves behind must not outlive it."""
-        zygote = os.getpid()
         pid = os.fork()
         if pid == 0:
-            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != zygote:  # it died before the line above
-                os._exit(1)
+            kernel.die_with(self._zygote)
         return pid
 
     def open_scratch(self) -> str:
@@ -59,9 +56,7 @@ class FolderJail:
             os.setgroups([])
             os.setresgid(self.worker_uid, self.worker_uid, self.worker_uid)
             os.setresuid(self.worker_uid, self.worker_uid, self.worker_uid)
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after setuid, which clears it
-        if os.getppid() != supervisor:
-            os._exit(1)
+        kernel.die_with(supervisor)  # after setuid, which clears it
         set_rlimits(self.limits, count_processes=False)
         # The kernel shows the supervisor what files the worker holds only if that may be dumped. Nobody else can make
         # use of it: Landlock hides /proc from the code, and the filter forbids what looks into processes.
@@ -77,25 +72,10 @@ class FolderJail:
         polls."""
         with kernel.file_user(self.worker_uid):
             removed = nameless_bytes(worker, scratch, self.limits.max_file_bytes)
+        kernel.die_with(self._zygote)  # looking as another user has cleared that
         return exceeds(scratch, self.limits, removed)
-
-    def file_bytes(self, scratch: str) -> int:
-        """Return the memory of a call's files: none, they are on a disk."""
-        return 0
 
     def kill(self, worker: int) -> None:
         """End all processes of the call (called in the supervisor)."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
-
-    def close_scratch(self, scratch: str) -> None:
-        """Remove the folder (called in the supervisor, after `kill`)."""
-        remove_tree(scratch)
-
-    def written(self, scratch: str) -> dict[str, set[str]]:
-        """Return the folders that a session may write to, each with the names in it that must stay."""
-        return {scratch: set()}
-
-    def close(self) -> None:
-        """Clean up when the trainer is gone (called in the zygote)."""
-        remove_tree(self.base)

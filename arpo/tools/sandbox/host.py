@@ -27,6 +27,7 @@ from .limits import CallLimits
 from .meter import private_bytes
 from .namespaces import NamespaceJail
 from .supervisor import prepare_worker
+from .trees import remove_tree
 from .worker import SEED
 
 PRELOADED = ("random", "json", "itertools", "fractions", "decimal", "datetime", "statistics", "numpy.random", "sympy")
@@ -83,7 +84,7 @@ def main(control_fd: int) -> NoReturn:
     gc.collect()
     gc.freeze()  # a collection in a fork would touch, and so copy, every page
     gc.disable()
-    control.send(json.dumps({"has_proc": jail.has_proc, "base": getattr(jail, "base", None)}).encode())
+    control.send(json.dumps({"has_proc": jail.has_proc, "base": jail.base}).encode())
     os.dup2(0, 2)  # until now stderr was a file of the client's, for the case that we could not even report
     _keep_spares(jail, control, trainer)
 
@@ -155,7 +156,8 @@ def _keep_spares(jail: FolderJail | NamespaceJail, control: socket.socket, train
         control.shutdown(socket.SHUT_RDWR)  # spares that wait on it end
     with contextlib.suppress(ChildProcessError):
         os.waitpid(-1, 0)  # until the other supervisors, who notice it too, are gone
-    jail.close()
+    if jail.base:
+        remove_tree(jail.base)
     os._exit(0)
 
 
@@ -183,7 +185,8 @@ def _supervise(jail: FolderJail | NamespaceJail, control: socket.socket, taken: 
     with contextlib.suppress(ChildProcessError):  # reaped: its number may be another process's by now
         if os.waitpid(spare.worker, os.WNOHANG) == (0, 0):
             jail.kill(spare.worker)
-    jail.close_scratch(spare.scratch)
+    if jail.base:
+        remove_tree(spare.scratch)
     if spare.cgroup:
         spare.cgroup.remove()
     os._exit(exit_code)

@@ -22,7 +22,6 @@ READABLE_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/d
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 ALL_OF_ABI_1 = (1 << 13) - 1
 REFER, TRUNCATE, IOCTL_DEVICE = 1 << 13, 1 << 14, 1 << 15  # of ABI 2, 3, 5
-EVERYTHING = ALL_OF_ABI_1 | REFER | TRUNCATE | IOCTL_DEVICE
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 RULE_PATH_BENEATH = 1
 NET_BIND_AND_CONNECT = 3
@@ -35,7 +34,7 @@ class LandlockJail(FolderJail):
 
     def __init__(self, limits: CallLimits, visible: list[str]):
         """Raises OSError if the kernel has no Landlock, or forbids it."""
-        self.abi = newest_abi()
+        newest_abi()
         seccomp.program(allow_children=False)  # an unknown machine fails here
         super().__init__(limits)
         self.readable = [*visible, *READABLE_FILES]
@@ -44,17 +43,15 @@ class LandlockJail(FolderJail):
 
     def confine(self, scratch: str) -> None:
         super().confine(scratch)
-        self._restrict_files(scratch)
+        restrict_files(self.readable, scratch)
         kernel.drop_capabilities()
         seccomp.install(seccomp.program(allow_children=False, only_pid=os.getpid()))
 
-    def _restrict_files(self, scratch: str) -> None:
-        rules = {path: EXECUTE | READ_FILE | READ_DIR for path in self.readable}
-        restrict_files(self.abi, rules | {"/dev/null": READ_FILE | WRITE_FILE, scratch: EVERYTHING})
 
-
-def restrict_files(abi: int, rules: dict[str, int]) -> None:
-    """Allow this process no other files, no TCP (ABI 4), and no signals and abstract sockets to the outside (ABI 6)."""
+def restrict_files(readable: list[str], scratch: str | None = None) -> None:
+    """Allow this process no files but to read those and to write below `scratch`, no TCP (ABI 4), and no signals and
+    abstract sockets to the outside (ABI 6). Raises OSError."""
+    abi = newest_abi()
     everything = ALL_OF_ABI_1
     for since, right in ((2, REFER), (3, TRUNCATE), (5, IOCTL_DEVICE)):
         everything |= right if abi >= since else 0
@@ -63,9 +60,12 @@ def restrict_files(abi: int, rules: dict[str, int]) -> None:
     size = 8 if abi < 4 else 16 if abi < 6 else 24
     attributes = struct.pack("QQQ", everything, network, scope)[:size]
     ruleset = _landlock(CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))
+    rules = dict.fromkeys(readable, EXECUTE | READ_FILE | READ_DIR) | {"/dev/null": READ_FILE | WRITE_FILE}
+    if scratch:
+        rules[scratch] = everything
     for path, rights in rules.items():
         if os.path.exists(path):
-            _allow(ruleset, path, rights & everything)
+            _allow(ruleset, path, rights)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     _landlock(RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0))
     os.close(ruleset)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import math
-import os
 import resource
 from dataclasses import dataclass
 
@@ -72,12 +69,3 @@ def set_rlimits(limits: CallLimits, *, count_processes: bool) -> None:
         if ceiling != resource.RLIM_INFINITY:
             soft, hard = min(soft, ceiling), min(hard, ceiling)
         resource.setrlimit(kind, (soft, hard))
-
-
-def step_back(pids: list[int]) -> None:
-    """Lower the priority of all threads of these processes, so that calls that have computed less go first."""
-    nice = os.getpriority(os.PRIO_PROCESS, 0) + BUSY_NICE
-    for pid in pids:
-        for task in glob.glob(f"/proc/{pid}/task/*"):
-            with contextlib.suppress(OSError):  # it ended since it was listed, or has gone further back by itself
-                os.setpriority(os.PRIO_PROCESS, int(os.path.basename(task)), nice)

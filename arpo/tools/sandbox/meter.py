@@ -23,14 +23,11 @@ class Process:
     started: int
     """Time of its start: a number may be given again to another process."""
     parent: int
-    own_ticks: int
+    ticks: int
+    """CPU time, with `waited_ticks`."""
     waited_ticks: int
     """CPU time of the children that it has waited for, and of theirs."""
     num_tasks: int
-
-    @property
-    def ticks(self) -> int:
-        return self.own_ticks + self.waited_ticks
 
 
 class Meter:
@@ -91,19 +88,17 @@ def lost_ticks(before: dict[int, Process], now: dict[int, Process]) -> int:
 
 def private_bytes(pid: int | str = "self") -> int:
     """Return the anonymous memory of a process, swapped out or not; 0 for one that is gone or about to be."""
-    if found := _anonymous(f"/proc/{pid}/status"):
-        return found
     # its first thread may have ended, and shows no memory any more, while others go on
-    return max((_anonymous(f"{task}/status") for task in _tasks(pid)), default=0)
+    return _anonymous(f"/proc/{pid}/status") or max(map(_anonymous, glob.glob(f"/proc/{pid}/task/*/status")), default=0)
 
 
 def _share_bytes(pid: int) -> int | None:
     """Return the process's share of the anonymous memory that it has, alone or with others; 0 for one that is gone or
     about to be; None if the kernel does not tell."""
     told = os.path.exists(ROLLUP)
-    for task in _tasks(pid):  # the first thread has none once it has ended
+    for task in glob.glob(f"/proc/{pid}/task/*"):  # the first thread has none once it has ended
         try:
-            return sum(_kib_fields(f"{task}/smaps_rollup", ("Pss_Anon:", "SwapPss:")).values()) << 10
+            return _bytes_of(f"{task}/smaps_rollup", ("Pss_Anon:", "SwapPss:"))
         except PermissionError:
             told = False
         except OSError:
@@ -113,7 +108,7 @@ def _share_bytes(pid: int) -> int | None:
 
 def _anonymous(path: str) -> int:
     try:
-        return sum(_kib_fields(path, ("RssAnon:", "VmSwap:")).values()) << 10
+        return _bytes_of(path, ("RssAnon:", "VmSwap:"))
     except OSError:  # it ended
         return 0
 
@@ -127,17 +122,10 @@ def _socket_bytes(pids: list[int]) -> int:
     return BYTES_PER_SOCKET * sum(name.startswith("socket:") for name in held)
 
 
-def _kib_fields(path: str, names: tuple[str, ...]) -> dict[str, int]:
-    """Return those fields of a file in /proc. Raises OSError."""
+def _bytes_of(path: str, names: tuple[str, ...]) -> int:
+    """Return the sum of those fields of a file in /proc. Raises OSError."""
     with open(path, errors="replace") as file:  # a process names itself
-        return {line.split()[0]: int(line.split()[1]) for line in file if line.startswith(names)}
-
-
-def _tasks(pid: int | str) -> list[str]:
-    try:
-        return [f"/proc/{pid}/task/{name}" for name in os.listdir(f"/proc/{pid}/task")]
-    except OSError:  # it ended
-        return []
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith(names))
 
 
 def _look_at(pid: int) -> Process | None:
@@ -150,7 +138,7 @@ def _look_at(pid: int) -> Process | None:
     return Process(
         started=fields[18],
         parent=fields[0],
-        own_ticks=user + system,
+        ticks=user + system + waited_user + waited_system,
         waited_ticks=waited_user + waited_system,
         num_tasks=fields[16],
     )

@@ -37,6 +37,7 @@ class NamespaceJail:
     """A jail with the methods of folder.FolderJail."""
 
     tier = "namespaces"
+    base = None
     cgroup: HostCgroup | None = None
     sessions: ModuleType | None = None
 
@@ -98,7 +99,6 @@ class NamespaceJail:
     def open_scratch(self) -> str:
         """Mount a private /tmp, /dev/shm and /proc."""
         kernel.unshare(kernel.CLONE_NEWNS)
-        self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         size = f"size={self.limits.scratch_bytes},nr_inodes={self.limits.scratch_inodes},mode=1777"
         target = "/mnt" if self.interpreter_in_tmp else "/tmp"
         kernel.mount("tmp", target, "tmpfs", NO_SPECIAL_FILES, size)
@@ -131,27 +131,10 @@ class NamespaceJail:
             return []
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
-    def is_over_quota(self, worker: int, scratch: str) -> bool:
-        """Return False: the tmpfs has a size, beyond which the kernel says ENOSPC."""
-        return False
-
-    def file_bytes(self, scratch: str) -> int:
-        """Return the memory of all files, also of those that are removed and still open (called in the supervisor)."""
-        return sum((s.f_blocks - s.f_bfree) * s.f_frsize for s in map(os.statvfs, (scratch, "/dev/shm")))
-
     def kill(self, worker: int) -> None:
         """Kill -1: every process of the namespace but us, PID 1, at one moment, so that none can fork away."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
-
-    def close_scratch(self, scratch: str) -> None:
-        """Do nothing: the folder goes with the mount namespace."""
-
-    def written(self, scratch: str) -> dict[str, set[str]]:
-        return {scratch: {path.split("/")[2] for path in self.interpreter_in_tmp}, "/dev/shm": set()}
-
-    def close(self) -> None:
-        """Do nothing: everything of ours goes with the namespaces."""
 
 
 def _is_mapped(uid: int) -> bool:

@@ -18,10 +18,8 @@ from .host import visible_paths
 def confine_parser() -> list[str]:
     """Confine this process for good, as far as the machine allows. Return what holds: "landlock", "seccomp"."""
     holds = []
-    readable = [*visible_paths([sys.prefix, sys.exec_prefix]), *landlock.READABLE_FILES]
-    rules = {path: landlock.EXECUTE | landlock.READ_FILE | landlock.READ_DIR for path in readable}
     with contextlib.suppress(OSError):  # a kernel or a container without Landlock
-        landlock.restrict_files(landlock.newest_abi(), rules | {"/dev/null": landlock.READ_FILE | landlock.WRITE_FILE})
+        landlock.restrict_files([*visible_paths([sys.prefix, sys.exec_prefix]), *landlock.READABLE_FILES])
         holds.append("landlock")
     with contextlib.suppress(OSError):  # an unknown machine
         filter_program = seccomp.program(allow_children=False, only_pid=os.getpid())

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import tempfile
+from collections.abc import Callable
 
 from .host import ENVIRONMENT
 from .wire import Reply
@@ -43,37 +44,24 @@ _ = works(lambda: overwrite(PATH))  # may work on a file of that name in a priva
 """
 
 
-class Canaries:
-    """A file that anybody may write and a port that anybody may call; they exist within a `with` block."""
-
-    def __enter__(self) -> Canaries:
-        self._secret = secrets.token_hex(16)
-        fd, self._path = tempfile.mkstemp(prefix="arpo-canary-")
-        with os.fdopen(fd, "w") as file:
-            file.write(self._secret)
-            os.fchmod(fd, 0o666)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.close()
-        os.unlink(self._path)
-
-    @property
-    def probe(self) -> str:
-        """Code that tries to reach the canaries."""
-        port = self._listener.getsockname()[1]
-        return f"PATH = {self._path!r}\nPORT = {port}\n{PROBE}"
-
-    def leaks(self, reply: Reply) -> list[str]:
-        """Return what the probe's reply says it reached; empty for a tight jail."""
-        if reply.status != "ok":
-            return [f"{reply.status} {reply.stderr.strip()}"]
-        found = json.loads(reply.stdout)
-        foreign = set(found["environment"]) - set(ENVIRONMENT) - ADDED_BY_PYTHON
-        leaks = [f"environment variable {name} is visible" for name in sorted(foreign)]
-        leaks += [f"{what} of the trainer is possible" for what in ("read", "network", "signal") if found[what]]
-        with open(self._path) as file:
-            if file.read() != self._secret:
-                leaks.append("a file of the trainer was changed")
-        return leaks
+def leaks_of(run: Callable[[str], Reply]) -> list[str]:
+    """Return what the probe reaches when `run` runs it, of an environment, a file that anybody may write, a port that
+    anybody may call, and processes; empty for a tight jail. Raises what `run` raises."""
+    secret = secrets.token_hex(16)
+    with (
+        tempfile.NamedTemporaryFile("w+", prefix="arpo-canary-") as canary,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
+        canary.write(secret)
+        canary.flush()
+        os.fchmod(canary.fileno(), 0o666)
+        reply = run(f"PATH = {canary.name!r}\nPORT = {listener.getsockname()[1]}\n{PROBE}")
+        canary.seek(0)
+        was_changed = canary.read() != secret
+    if reply.status != "ok":
+        return [f"{reply.status} {reply.stderr.strip()}"]
+    found = json.loads(reply.stdout)
+    foreign = set(found["environment"]) - set(ENVIRONMENT) - ADDED_BY_PYTHON
+    leaks = [f"environment variable {name} is visible" for name in sorted(foreign)]
+    leaks += [f"{what} of the trainer is possible" for what in ("read", "network", "signal") if found[what]]
+    return leaks + ["a file of the trainer was changed"] * was_changed

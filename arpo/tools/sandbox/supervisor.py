@@ -7,22 +7,22 @@ In tier A it is PID 1 of the call's pid namespace: when it exits the kernel kill
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import select
 import signal
 import socket
 import time
-from collections import deque
 from dataclasses import dataclass, field
 
 from . import syscalls as kernel
 from . import wire
 from .cgroup import CallCgroup
 from .folder import FolderJail
-from .limits import BUSY_NICE, CallLimits, step_back
+from .limits import BUSY_NICE, CallLimits
 from .meter import Meter
 from .namespaces import NamespaceJail
-from .worker import HANDED_OVER, run_worker
+from .worker import run_worker
 
 POLL_S = 0.05
 QUOTA_POLL_S = 0.02
@@ -43,8 +43,7 @@ class Stream:
     kept_bytes: int
     num_bytes: int = 0
     _head: bytearray = field(default_factory=bytearray)
-    _tail: deque[bytes] = field(default_factory=deque)
-    _num_tail: int = 0
+    _tail: bytearray = field(default_factory=bytearray)
 
     def drain(self) -> bool:
         """Read what is there, up to MAX_READ_PER_TURN, as a writer may never pause. Return False at the pipe's end."""
@@ -58,34 +57,43 @@ class Stream:
             self.num_bytes += len(data)
             room = self.kept_bytes // 2 - len(self._head)
             self._head += data[:room]
-            self._tail.append(data[room:])
-            self._num_tail += len(data[room:])
-            while self._num_tail - len(self._tail[0]) >= self.kept_bytes // 2:
-                self._num_tail -= len(self._tail.popleft())
+            self._tail += data[room:]
+            del self._tail[: max(0, len(self._tail) - self.kept_bytes // 2)]
         return True
 
     def text(self) -> bytes:
-        tail = b"".join(self._tail)[-(self.kept_bytes // 2) :]
-        num_cut = self.num_bytes - len(self._head) - len(tail)
+        num_cut = self.num_bytes - len(self._head) - len(self._tail)
         mark = f"\n... [{num_cut} bytes cut] ...\n".encode() if num_cut > 0 else b""
-        return bytes(self._head) + mark + tail
+        return bytes(self._head) + mark + bytes(self._tail)
 
 
 def prepare_worker(jail: FolderJail | NamespaceJail) -> Spare:
     """Do everything that does not depend on the code, before there is a call. Raises OSError."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Where the kernel groups processes by session (autogroup), niceness counts within a group only: the call has one.
+    os.setsid()
+    group_fd = None
+    with contextlib.suppress(OSError):
+        group_fd = os.open("/proc/self/autogroup", os.O_WRONLY | os.O_CLOEXEC)
     scratch = jail.open_scratch()
     streams, (out_write, err_write) = prepare_streams(jail.limits)
     ours, theirs = socket.socketpair()
     cgroup = CallCgroup(jail.cgroup, jail.limits) if jail.cgroup else None
-    worker = _fork_into(cgroup)
+    try:
+        worker = os.fork()
+        if worker and cgroup:
+            cgroup.adopt(worker)  # before it has any code
+    except OSError:
+        if cgroup:
+            cgroup.remove()
+        raise
     if worker == 0:
         run_worker(jail, scratch, out_write, err_write, theirs.fileno())
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as PID 1 we get only signals we have handlers for: have none
     theirs.close()
     for fd in (out_write, err_write):
         os.close(fd)
-    return Spare(jail, worker, scratch, ours, *streams, cgroup)
+    return Spare(jail, worker, scratch, ours, *streams, cgroup, group_fd)
 
 
 def prepare_streams(limits: CallLimits) -> tuple[list[Stream], list[int]]:
@@ -94,19 +102,6 @@ def prepare_streams(limits: CallLimits) -> tuple[list[Stream], list[int]]:
     for fd, _ in pipes:
         os.set_blocking(fd, False)
     return [Stream(fd, limits.kept_output_bytes) for fd, _ in pipes], [fd for _, fd in pipes]
-
-
-def _fork_into(cgroup: CallCgroup | None) -> int:
-    """Fork a child that is in the cgroup before it has any code. Raises OSError, and leaves no cgroup then."""
-    try:
-        pid = os.fork()
-        if pid and cgroup:
-            cgroup.adopt(pid)
-    except OSError:
-        if cgroup:
-            cgroup.remove()
-        raise
-    return pid
 
 
 @dataclass
@@ -122,10 +117,8 @@ class Spare:
     stdout: Stream
     stderr: Stream
     cgroup: CallCgroup | None = None
-    has_group: bool = False
-    """True once the worker's message about its priority has been read."""
-    group_files: list[int] = field(default_factory=list)
-    """That of the message, until it has been written to."""
+    group_fd: int | None = None
+    """The file that sets the priority of the call's group of processes; None: there is none, or it has been set."""
 
     def serve(self, conn: socket.socket, host_bytes: int) -> None:
         """Serve one call on `conn`: hello, code in, reply out. After an exception, which closes the connection, the
@@ -147,7 +140,6 @@ class Spare:
         header = self._bury(pidfd, verdict)
         error_text, set_up_error = self.stderr.text(), b""
         with contextlib.suppress(OSError):  # nothing was written
-            self._take_group()
             set_up_error = self.channel.recv(4096, socket.MSG_DONTWAIT)
         if set_up_error:
             header, error_text = {"status": "sandbox_error"}, set_up_error
@@ -159,7 +151,7 @@ class Spare:
 
     def _watch(self, conn: socket.socket, pidfd: int, deadline: float, meter: Meter | CallCgroup) -> str | None:
         """Wait for the worker's end, and return None, or for a limit that it hits, and return its name."""
-        poll_s = QUOTA_POLL_S if self.jail.tier != "namespaces" else POLL_S
+        poll_s = QUOTA_POLL_S if self.jail.base else POLL_S
         poller = select.poll()
         streams = {stream.fd: stream for stream in (self.stdout, self.stderr)}
         for fd in (*streams, pidfd):
@@ -191,29 +183,27 @@ class Spare:
         pids = self.jail.processes(self.worker)
         memory_bytes, cpu_s, num_tasks = meter.measure(pids)
         if cpu_s > BUSY_CPU_S:
-            step_back(pids)
-            self._step_group_back()
+            self._step_back(pids)
         if cpu_s > self.jail.limits.cpu_s:  # RLIMIT_CPU is per process; this is all of them
             return "cpu_limit"
         if memory_bytes > self.jail.limits.memory_bytes:
             return "memory_limit"
         if num_tasks > self.jail.limits.max_processes:  # only where RLIMIT_NPROC could not be used
             return "process_limit"
-        return "disk_limit" if self.jail.is_over_quota(self.worker, self.scratch) else None
+        return "disk_limit" if self.jail.base and self.jail.is_over_quota(self.worker, self.scratch) else None
 
-    def _step_group_back(self) -> None:
-        """Lower the priority of the worker's group of processes, where the kernel has such groups."""
-        with contextlib.suppress(OSError):
-            self._take_group()
-            for fd in self.group_files:
-                os.write(fd, str(BUSY_NICE).encode())  # EAGAIN where somebody else just did that: at the next poll
-            self.group_files = []
-
-    def _take_group(self) -> None:
-        """Receive the worker's first message, if that has not been done. Raises OSError."""
-        if not self.has_group:
-            _, self.group_files, _, _ = socket.recv_fds(self.channel, len(HANDED_OVER), 1, socket.MSG_DONTWAIT)
-            self.has_group = True
+    def _step_back(self, pids: list[int]) -> None:
+        """Lower the priority of all threads of these processes, and of the call's group, so that calls that have
+        computed less go first."""
+        nice = os.getpriority(os.PRIO_PROCESS, 0) + BUSY_NICE
+        for task in (task for pid in pids for task in glob.glob(f"/proc/{pid}/task/*")):
+            with contextlib.suppress(OSError):  # it ended since it was listed, or has gone further back by itself
+                os.setpriority(os.PRIO_PROCESS, int(os.path.basename(task)), nice)
+        if self.group_fd is not None:
+            with contextlib.suppress(OSError):  # EAGAIN where somebody else just did that: at the next poll
+                os.write(self.group_fd, str(BUSY_NICE).encode())
+                os.close(self.group_fd)
+                self.group_fd = None
 
     def _bury(self, pidfd: int, verdict: str | None) -> dict[str, object]:
         """Reap the worker, take the rest of its output, and decide how the call ended."""

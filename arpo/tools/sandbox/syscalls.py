@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import platform
+import signal
 import struct
 from collections.abc import Iterator
 
@@ -66,6 +67,13 @@ def prctl(option: int, value: int = 0, third: int = 0) -> None:
     zero = ctypes.c_ulong(0)
     arguments = (ctypes.c_int(option), ctypes.c_ulong(value), ctypes.c_ulong(third), zero, zero)
     check(_libc.prctl(*arguments), f"prctl({option})")
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent, which has that pid, ends."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
 
 
 @contextlib.contextmanager

@@ -27,33 +27,30 @@ def exceeds(folder: str, limits: CallLimits, num_bytes: int = 0) -> bool:
     """Return whether the files below a folder are too many, too large (`num_bytes` more being elsewhere) or too deep.
     Holds a descriptor per level."""
     num_inodes = 0
-    levels: list[tuple[int, list[str]]] = []
-    """Descriptor of each folder from the top to the current one, and its subfolders that are still to be visited."""
-    try:
-        _descend(levels, folder, None)
-        new = True
-        while levels:
-            fd, subfolders = levels[-1]
-            if new:
-                for entry in _entries(fd):
-                    num_inodes += 1
-                    with contextlib.suppress(OSError):  # removed since it was listed
-                        num_bytes += os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
-                        if entry.is_dir(follow_symlinks=False):
-                            subfolders.append(entry.name)
-                if num_inodes > limits.scratch_inodes or num_bytes > limits.scratch_bytes:
-                    return True
-            if not subfolders:
-                os.close(levels.pop()[0])
-                new = False
-                continue
-            if len(levels) > limits.scratch_depth:
+
+    def goes_over(name: str, parent: int | None, depth: int) -> bool:
+        nonlocal num_inodes, num_bytes
+        try:
+            fd = _open_readable(name, parent)
+        except OSError:  # removed since it was listed
+            return False
+        subfolders = []
+        try:
+            for entry in _entries(fd):
+                num_inodes += 1
+                with contextlib.suppress(OSError):
+                    num_bytes += os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        subfolders.append(entry.name)
+            if num_inodes > limits.scratch_inodes or num_bytes > limits.scratch_bytes:
                 return True
-            new = _descend(levels, subfolders.pop(), fd)
-        return False
-    finally:
-        for fd, _ in levels:
+            if subfolders and depth > limits.scratch_depth:
+                return True
+            return any(goes_over(subfolder, fd, depth + 1) for subfolder in subfolders)
+        finally:
             os.close(fd)
+
+    return goes_over(folder, None, 1)
 
 
 def nameless_bytes(pid: int, folder: str, max_file_bytes: int) -> int:
@@ -78,16 +75,11 @@ def nameless_bytes(pid: int, folder: str, max_file_bytes: int) -> int:
     return sum(held.values())
 
 
-def _descend(levels: list[tuple[int, list[str]]], name: str, parent: int | None) -> bool:
-    """Open a folder as the next level; return False if it was removed since it was listed."""
-    with contextlib.suppress(OSError):
-        try:
-            fd = os.open(name, FOLDER, dir_fd=parent)
-        except PermissionError:  # its owner may write to a folder that it has closed to readers, us among them
-            fd = _open_writable(name, parent)
-        levels.append((fd, []))
-        return True
-    return False
+def _open_readable(name: str, parent: int | None) -> int:
+    try:
+        return os.open(name, FOLDER, dir_fd=parent)
+    except PermissionError:  # its owner may write to a folder that it has closed to readers, us among them
+        return _open_writable(name, parent)
 
 
 def _entries(fd: int) -> list[os.DirEntry[str]]:
@@ -102,7 +94,7 @@ def remove_tree(folder: str) -> None:
     while os.path.lexists(folder):
         progress = False
         with contextlib.suppress(OSError):
-            progress = _shrink(folder)
+            progress = _shrink(folder, None)
         now = time.monotonic()
         last_progress = now if progress else last_progress
         if now - last_progress > PATIENCE_S or now - started > MAX_REMOVAL_S:
@@ -111,32 +103,22 @@ def remove_tree(folder: str) -> None:
             time.sleep(0.02)
 
 
-def _shrink(folder: str) -> bool:
+def _shrink(name: str, parent: int | None, root: int | None = None) -> bool:
     """Remove the files and the empty folders of the first two levels, and move what is below the second one up to the
-    first. So a tree of any depth goes away in rounds, with two descriptors. Return whether anything has changed."""
-    root = _open_writable(folder, None)
-    progress = False
-    try:
-        for entry in _entries(root):
-            with contextlib.suppress(OSError):
-                if entry.is_dir(follow_symlinks=False):
-                    progress |= _hoist(root, entry.name)
-                else:
-                    os.unlink(entry.name, dir_fd=root)
-                    progress = True
-    finally:
-        os.close(root)
-    return _remove_empty(folder, None) or progress
+    first. So a tree of any depth goes away in rounds, with two descriptors. Return whether anything has changed.
 
-
-def _hoist(root: int, name: str) -> bool:
-    """Remove a folder of `root` after its files are removed and its folders are moved to `root`, under new names."""
+    root: descriptor of the first level, where this is a folder of the second one.
+    """
     progress = False
-    fd = _open_writable(name, root)
+    fd = _open_writable(name, parent)
     try:
         for entry in _entries(fd):
             with contextlib.suppress(OSError):
-                if entry.is_dir(follow_symlinks=False):
+                is_folder = entry.is_dir(follow_symlinks=False)
+                if is_folder and root is None:
+                    progress |= _shrink(entry.name, fd, fd)
+                    continue
+                if is_folder:
                     os.close(_open_writable(entry.name, fd))  # who moves a folder must be allowed to write to it
                     os.rename(entry.name, f"arpo-{secrets.token_hex(8)}", src_dir_fd=fd, dst_dir_fd=root)
                 else:
@@ -144,16 +126,10 @@ def _hoist(root: int, name: str) -> bool:
                 progress = True
     finally:
         os.close(fd)
-    return _remove_empty(name, root) or progress
-
-
-def _remove_empty(name: str, parent: int | None) -> bool:
-    """Remove a folder if it is empty. Return whether it was."""
-    try:
+    with contextlib.suppress(OSError):  # it is not empty
         os.rmdir(name, dir_fd=parent)
         return True
-    except OSError:
-        return False
+    return progress
 
 
 def _open_writable(name: str, parent: int | None) -> int:

@@ -10,7 +10,6 @@ import gc
 import io
 import os
 import random
-import socket
 import sys
 import tempfile
 import threading
@@ -23,8 +22,6 @@ from .folder import FolderJail
 from .limits import NICE
 from .namespaces import NamespaceJail
 
-HANDED_OVER = b"p"
-"""First byte of the worker on the channel."""
 CHANNEL_FD = 3
 """Descriptor from which the code comes, and to which a worker writes why it could not be confined. For a single call it
 is closed before the code runs, which could else write there too."""
@@ -35,13 +32,12 @@ def run_worker(
     jail: FolderJail | NamespaceJail, scratch: str, stdout_fd: int, stderr_fd: int, channel_fd: int
 ) -> NoReturn:
     """Confine this process, wait for the code, run it, exit with its exit code."""
-    _hand_over_priority(jail.proc, channel_fd)
     null = os.open("/dev/null", os.O_RDWR)
     for source, target in ((null, 0), (stdout_fd, 1), (stderr_fd, 2), (channel_fd, CHANNEL_FD)):
         os.dup2(source, target)
     kernel.close_from(CHANNEL_FD + 1)
     try:
-        os.setsid()
+        os.setpgrp()  # what the code sends to its group is not for the supervisor
         os.nice(NICE)
         os.chdir(scratch)
         os.umask(0o077)
@@ -62,20 +58,6 @@ def run_worker(
         code = channel.read().decode()
     exit_code = run_code(code, new_main())
     os._exit(_finish() or exit_code)
-
-
-def _hand_over_priority(proc: str | int, channel_fd: int) -> None:
-    """Send the supervisor one byte, and the file with which it can lower our priority, if the kernel has it.
-
-    Where it groups processes by session (autogroup), niceness counts within the group only, and this is the group's.
-    """
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or the file would not be ours to open; `confine` decides anew
-    fds = []
-    folder = os.open(proc, os.O_RDONLY | os.O_DIRECTORY) if isinstance(proc, str) else proc
-    with contextlib.suppress(OSError):
-        fds = [os.open("self/autogroup", os.O_WRONLY, dir_fd=folder)]
-    with socket.socket(fileno=os.dup(channel_fd)) as channel:
-        socket.send_fds(channel, [HANDED_OVER], fds)
 
 
 def _prepare_interpreter() -> None:

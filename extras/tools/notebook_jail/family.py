@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from sandbox import syscalls as kernel
 from sandbox import wire
-from sandbox.limits import MAX_FAMILY, step_back
+from sandbox.limits import MAX_FAMILY
 from sandbox.meter import Meter
 from sandbox.supervisor import BUSY_CPU_S, IO_TIMEOUT_S, Spare, Stream, prepare_streams
 from sandbox.trees import remove_tree
@@ -104,15 +104,14 @@ class Member(Spare):
         self.cell_cpu_s = cpu_s - self._before_s
         limits = self.jail.limits
         if self.cell_cpu_s > BUSY_CPU_S:
-            step_back(pids)
-            self._step_group_back()
+            self._step_back(pids)
         if self.cell_cpu_s > limits.cpu_s or self.cpu_s + self.cell_cpu_s > limits.session_cpu_s:
             return "cpu_limit"
         if memory_bytes > limits.memory_bytes:
             return "memory_limit"
         if num_tasks > limits.max_processes:
             return "process_limit"
-        return "disk_limit" if self.jail.is_over_quota(self.worker, self.scratch) else None
+        return "disk_limit" if self.jail.base and self.jail.is_over_quota(self.worker, self.scratch) else None
 
     def is_whole(self) -> bool:
         """Return whether a fork of the worker, which must not be hidden, copies all of the session."""
@@ -142,9 +141,6 @@ class Family:
         self.host_bytes = host_bytes
         first = Member(**{name: getattr(spare, name) for name in spare.__dataclass_fields__}, conn=conn)
         first.channel.settimeout(IO_TIMEOUT_S)
-        if not first.has_group:
-            _, first.group_files, _, _ = socket.recv_fds(first.channel, 1, 1)
-            first.has_group = True
         if first.channel.recv(4096) != READY:
             raise ConnectionError("the worker could not be confined")
         stop(first.worker)
@@ -190,7 +186,7 @@ class Family:
         header, stdout, stderr = member.run(request, self.host_bytes)
         self._clean(member)
         if header.get("is_open"):
-            header["memory_bytes"] += self.jail.file_bytes(member.scratch)
+            header["memory_bytes"] += self._file_bytes(member.scratch)
         wire.send_reply(member.conn, header, stdout, stderr)
         return bool(header.get("is_open")), None
 
@@ -236,7 +232,7 @@ class Family:
         finally:
             for fd in theirs:
                 os.close(fd)
-        return Member(self.jail, worker, member.scratch, ours, *streams, has_group=True, conn=conn, cpu_s=member.cpu_s)
+        return Member(self.jail, worker, member.scratch, ours, *streams, conn=conn, cpu_s=member.cpu_s)
 
     def _workers(self) -> set[int]:
         return {member.worker for member in self.members.values()}
@@ -248,7 +244,7 @@ class Family:
                 os.waitpid(member.worker, 0)
         member.conn.close()
         member.channel.close()
-        for fd in (member.stdout.fd, member.stderr.fd, *member.group_files):
+        for fd in (member.stdout.fd, member.stderr.fd):
             os.close(fd)
 
     def _clean(self, member: Member) -> None:
@@ -266,8 +262,21 @@ class Family:
             if pid not in workers:
                 with contextlib.suppress(ChildProcessError):  # a worker's child, for which that one may yet wait
                     os.waitpid(pid, os.WNOHANG)
-        for folder, kept in self.jail.written(member.scratch).items():
+        for folder, kept in self._written(member.scratch).items():
             _empty(folder, kept)
+
+    def _file_bytes(self, scratch: str) -> int:
+        """Return the memory of all files, also of those that are removed and still open; none where they are on a
+        disk."""
+        if self.jail.base:
+            return 0
+        return sum((s.f_blocks - s.f_bfree) * s.f_frsize for s in map(os.statvfs, (scratch, "/dev/shm")))
+
+    def _written(self, scratch: str) -> dict[str, set[str]]:
+        """Return the folders that a session may write to, each with the names in it that must stay."""
+        if self.jail.base:
+            return {scratch: set()}
+        return {scratch: {path.split("/")[2] for path in self.jail.interpreter_in_tmp}, "/dev/shm": set()}
 
 
 def stop(worker: int) -> bool:

@@ -165,7 +165,7 @@ def test_a_start_says_whether_calls_have_cgroups_and_if_not_why(caplog):
         try:
             said = "; no cgroup: " in caplog.text
             assert said == bool(sandbox.no_cgroup) and sandbox.no_cgroup in caplog.text
-            assert said or ("by cgroup" in caplog.text or not sandbox._host.has_proc)
+            assert said or ("by cgroup" in caplog.text or not sandbox.host.has_proc)
             assert sandbox.run("6 * 7").stdout == "42\n"
         finally:
             sandbox.close()
@@ -243,8 +243,8 @@ def test_calls_and_hosts_leave_no_cgroup(parent):
     for _ in range(20):
         assert sandbox.run("6 * 7").stdout == "42\n"
     assert wait_until(lambda: len(list(Path(parent, host).glob("call-*"))) == NUM_SPARES)
-    pids = processes_of(sandbox.host_pid)
-    os.kill(sandbox.host_pid, signal.SIGKILL)
+    pids = processes_of(sandbox.host.pid)
+    os.kill(sandbox.host.pid, signal.SIGKILL)
     assert wait_until(lambda: not any(processes_of(pid) for pid in pids))  # until then a spare may answer
     assert sandbox.run("6 * 7").stdout == "42\n" and sandbox.num_restarts == 1
     assert wait_until(lambda: host not in hosts_below(parent))

@@ -123,7 +123,7 @@ def test_a_host_that_was_lost_comes_back_with_the_same_interpreter(environment):
     tool = start(dataclasses.replace(PATIENT, interpreter=str(environment / "bin/python")), grace_s=HANG_S)
     try:
         pids = jail_of(tool)
-        os.kill(tool.sandbox.host_pid, 9)
+        os.kill(tool.sandbox.host.pid, 9)
         assert wait_until(lambda: not any(processes_of(pid) for pid in pids))
         assert text_of(tool, "import chess_rules\nchess_rules.SQUARES") == "64"
         assert tool.sandbox.num_restarts == 1

@@ -27,7 +27,7 @@ def test_cpu_time_of_children_that_are_waited_for_counts_once():
 
 
 def process(parent: int, own: int, waited: int = 0, started: int = 1) -> Process:
-    return Process(started, parent, own, waited, num_tasks=1)
+    return Process(started, parent, own + waited, waited, num_tasks=1)
 
 
 @pytest.mark.parametrize(

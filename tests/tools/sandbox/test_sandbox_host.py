@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from arpo.tools.base import ToolResult
 from arpo.tools.sandbox.host import NUM_SPARES
 from arpo.tools.sandbox.host_process import HostProcess
 from arpo.tools.sandbox.limits import BUSY_NICE, NICE, CallLimits
-from arpo.tools.sandbox.selftest import Canaries
+from arpo.tools.sandbox.selftest import leaks_of
 
 REPO = Path(__file__).resolve().parents[3]
 UNHURRIED = dataclasses.replace(SMALL, wall_s=60.0)
@@ -70,8 +71,7 @@ def test_the_self_test_sees_through_a_host_without_a_jail(monkeypatch):
     monkeypatch.setenv("ARPO_CANARY", "1")
     host = HostProcess("none", CallLimits())
     try:
-        with Canaries() as canaries:
-            leaks = canaries.leaks(host.call(canaries.probe, 20.0, 10.0))
+        leaks = leaks_of(lambda probe: host.call(probe, 20.0, 10.0))
     finally:
         host.kill()
         host.remove_files()
@@ -89,7 +89,7 @@ def until(end_s: float, then: str = "42") -> str:
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_killed_host_is_replaced_once_and_its_calls_repeated(tier):
     tool = start(UNHURRIED, tier=tier, grace_s=HANG_S)  # what a kill breaks off is noticed at once
-    killer = threading.Timer(0.4, lambda: os.kill(tool.sandbox.host_pid, signal.SIGKILL))
+    killer = threading.Timer(0.4, lambda: os.kill(tool.sandbox.host.pid, signal.SIGKILL))
     killer.start()
     results = run(tool, *[until(time.time() + 6)] * 12)
     killer.join()
@@ -103,7 +103,7 @@ def test_a_killed_host_is_replaced_once_and_its_calls_repeated(tier):
 def test_a_stuck_host_is_replaced(own_tool):
     own_tool.sandbox.grace_s = 8.0
     jail_of(own_tool)  # waits for the self-test's supervisor to be gone
-    for pid in processes_of(own_tool.sandbox.host_pid):
+    for pid in processes_of(own_tool.sandbox.host.pid):
         os.kill(pid, signal.SIGSTOP)
     assert [result.text for result in run(own_tool, "1", "2")] == ["1", "2"]
     assert own_tool.sandbox.num_restarts == 1
@@ -111,8 +111,8 @@ def test_a_stuck_host_is_replaced(own_tool):
 
 def test_a_host_that_cannot_be_had_again_is_our_fault_and_not_the_models(own_tool, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    pids = processes_of(own_tool.sandbox.host_pid)
-    os.kill(own_tool.sandbox.host_pid, signal.SIGKILL)
+    pids = processes_of(own_tool.sandbox.host.pid)
+    os.kill(own_tool.sandbox.host.pid, signal.SIGKILL)
     assert wait_until(lambda: not any(processes_of(pid) for pid in pids))  # until then a spare may answer
     [result] = run(own_tool, "1")
     assert (result.ok, result.infra_error, result.error_kind) == (False, True, "sandbox_error")
@@ -129,7 +129,7 @@ def test_closing_leaves_nothing(tier):
         await tool.aclose()
         return await call
 
-    pids = processes_of(tool.sandbox.host_pid)
+    pids = processes_of(tool.sandbox.host.pid)
     assert pids
     assert asyncio.run(close_in_mid_call()).infra_error
     assert wait_until(lambda: not any(processes_of(pid) for pid in pids))
@@ -149,14 +149,14 @@ for _ in range(1200):
 @pytest.mark.parametrize("tier", TIERS)
 def test_deeply_nested_folders_of_a_call_stop_neither_the_replacement_of_a_host_nor_its_end(tier):
     tool = start(UNHURRIED, tier=tier, grace_s=HANG_S)
-    first = tool.sandbox.folder
-    killer = threading.Timer(0.6, lambda: os.kill(tool.sandbox.host_pid, signal.SIGKILL))
+    first = tool.sandbox.host.base
+    killer = threading.Timer(0.6, lambda: os.kill(tool.sandbox.host.pid, signal.SIGKILL))
     killer.start()
     end_s = time.time() + 6
     results = run(tool, DIG + until(end_s), until(end_s))
     killer.join()
     assert results[1].text == "42" and not any(result.infra_error for result in results)
-    second = tool.sandbox.folder
+    second = tool.sandbox.host.base
     run(tool, DIG)
     asyncio.run(tool.aclose())
     assert tool.sandbox.num_restarts == 1
@@ -174,7 +174,7 @@ async def main():
     tool = PythonTool(PythonConfig(), tier=sys.argv[1])
     calls = [asyncio.create_task(tool.run(FORKS)) for _ in range(3)]
     await asyncio.sleep(0.5)
-    print(tool.sandbox.host_pid, tool.sandbox.folder, flush=True)
+    print(tool.sandbox.host.pid, tool.sandbox.host.base, flush=True)
     await asyncio.gather(*calls)
 
 asyncio.run(main())
@@ -194,6 +194,23 @@ def test_nothing_outlives_a_killed_trainer(tier):
     assert calls_run
     assert wait_until(lambda: not any(processes_of(pid) for pid in pids))
     assert wait_until(lambda: not os.path.exists(folder))
+
+
+def test_a_call_whose_files_are_another_users_ends_with_its_host():
+    """The supervisor counts them as that user, and the kernel then forgets with whom it is to die."""
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    if os.geteuid() != 0 or python is None:
+        pytest.skip("only root gives calls to another user, for whom this needs an interpreter")
+    tool = start(dataclasses.replace(UNHURRIED, interpreter=python), "landlock")
+    host, end_s = tool.sandbox.host.pid, time.time() + 40
+    caller = threading.Thread(target=lambda: text_of(tool, until(end_s)))
+    caller.start()
+    assert wait_until(lambda: len(processes_of(host)) > 1 + 2 * NUM_SPARES)
+    time.sleep(1)  # files are counted every 20 ms
+    pids = processes_of(host)
+    tool.sandbox.close()
+    assert wait_until(lambda: not any(processes_of(pid) for pid in pids)) and time.time() < end_s - 10
+    caller.join()
 
 
 def test_the_host_outlives_the_thread_that_started_it():
@@ -226,7 +243,7 @@ def test_an_interpreter_below_tmp_stays_visible_under_the_private_tmp():
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_caller_that_is_gone_before_its_call_began_leaves_nothing(tier):
     tool = start(tier=tier)
-    host = tool.sandbox._host
+    host = tool.sandbox.host
     try:
         for _ in range(2 * NUM_SPARES):
             ours, theirs = socket.socketpair()
@@ -234,7 +251,7 @@ def test_a_caller_that_is_gone_before_its_call_began_leaves_nothing(tier):
                 socket.send_fds(host._control, [b"call"], [theirs.fileno()])
         assert text_of(tool, "1") == "1"
         jail_of(tool)  # waits until there are spares and nothing else
-        folder = tool.sandbox.folder
+        folder = tool.sandbox.host.base
         assert folder is None or wait_until(lambda: len(os.listdir(folder)) == NUM_SPARES)
         assert tool.sandbox.num_restarts == 0
     finally:
@@ -304,7 +321,7 @@ def test_a_call_that_computes_long_goes_back_where_sessions_share_the_processor(
 
     def niceness() -> set[str]:
         found = set()
-        for pid in processes_of(tool.sandbox.host_pid):
+        for pid in processes_of(tool.sandbox.host.pid):
             with contextlib.suppress(OSError):  # it ended since it was listed
                 found.add(Path(f"/proc/{pid}/autogroup").read_text().split()[-1])
         return found
@@ -330,9 +347,9 @@ def test_a_thread_that_is_further_back_already_does_not_spare_the_others():
 def test_hostile_neighbours_leave_no_processes_and_no_descriptors(own_tool):
     run(own_tool, "1")
     jail_of(own_tool)  # waits for the supervisor of that call to be gone
-    descriptors, processes = len(os.listdir("/proc/self/fd")), len(processes_of(own_tool.sandbox.host_pid))
+    descriptors, processes = len(os.listdir("/proc/self/fd")), len(processes_of(own_tool.sandbox.host.pid))
     hostile = ["1", "1 / 0", "import os; os._exit(3)", "import os; os.abort()", "import os; os.fork()", "[0] * 10**9"]
     run(own_tool, *hostile * 10)
     assert len(os.listdir("/proc/self/fd")) <= descriptors
-    assert wait_until(lambda: len(processes_of(own_tool.sandbox.host_pid)) <= processes)
+    assert wait_until(lambda: len(processes_of(own_tool.sandbox.host.pid)) <= processes)
     assert own_tool.sandbox.num_restarts == 0

@@ -60,7 +60,7 @@ def mine(folder: str) -> set[str]:
 
 def state(tool) -> dict[str, object]:
     """Everything that a call might leave behind."""
-    host, jail = tool.sandbox.host_pid, jail_of(tool)  # waits for the supervisors of calls to be gone
+    host, jail = tool.sandbox.host.pid, jail_of(tool)  # waits for the supervisors of calls to be gone
     gc.collect()
     return {
         "processes": len(jail),
@@ -69,7 +69,7 @@ def state(tool) -> dict[str, object]:
         "host descriptors": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in jail),
         "threads": len(os.listdir("/proc/self/task")),
         "mounts": len(Path(f"/proc/{jail[-1]}/mounts").read_text().splitlines()),
-        "folders": len(os.listdir(tool.sandbox.folder)) if tool.sandbox.folder else 0,  # those of spares
+        "folders": len(os.listdir(tool.sandbox.host.base)) if tool.sandbox.host.base else 0,  # those of spares
         "temporary files": mine(tempfile.gettempdir()),
         "shared memory": mine("/dev/shm"),
     }
