@@ -37,26 +37,6 @@ class TermEvidence:
         return self.by_rule(self.trajectory, self.prompt)
 
 
-def answer(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
-    """The built-in reward: -1 for a wrong format, else the accuracy and the bonus for tools."""
-    return evidence.rule.total
-
-
-def well_formed(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
-    """1 where the format is right, else 0."""
-    return evidence.rule.parts["format"]
-
-
-def accuracy(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
-    """Accuracy of the boxed answer, 0..1, whatever the format."""
-    return evidence.rule.parts["accuracy"]
-
-
-def tool_bonus(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
-    """0.1 for a right answer with the help of all of `reward.bonus_tools`, else 0."""
-    return evidence.rule.parts["tool_bonus"]
-
-
 def overlong(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
     """DAPO's soft penalty (eq. 13): 0 up to L - B tokens, (L - B - n) / B beyond, -1 from L on.
 
@@ -68,10 +48,10 @@ def overlong(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
 
 
 TERMS: dict[str, Callable[[TermEvidence, TrainingRewardConfig], float]] = {
-    "answer": answer,
-    "format": well_formed,
-    "accuracy": accuracy,
-    "tool_bonus": tool_bonus,
+    "answer": lambda evidence, cfg: evidence.rule.total,
+    "format": lambda evidence, cfg: evidence.rule.parts["format"],
+    "accuracy": lambda evidence, cfg: evidence.rule.parts["accuracy"],  # whatever the format
+    "tool_bonus": lambda evidence, cfg: evidence.rule.parts["tool_bonus"],
     "overlong": overlong,
 }
 """Names in `reward.terms` -> value of a trajectory."""
