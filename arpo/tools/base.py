@@ -19,7 +19,7 @@ from arpo.start.exits import wait_or_end
 from arpo.tools.interface import Tool, ToolContext, ToolResult, answer
 from arpo.tools.sessions import make_sessions
 
-__all__ = ["MutedTool", "PricedTool", "Tool", "ToolContext", "ToolResult", "ToolRunner"]
+__all__ = ["PricedTool", "Tool", "ToolContext", "ToolResult", "ToolRunner"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,19 +45,6 @@ class PricedTool:
     async def run(self, argument: str, context: ToolContext | None = None, session: Any = None) -> ToolResult:
         result = await answer(self.tool, argument, context, session)
         return replace(result, cost=self.price) if result.ok and not result.cached else result
-
-
-@dataclass(frozen=True)
-class MutedTool:
-    """Answers every call with the same refusal: the control that shows whether an agent needs the tool."""
-
-    tag: str
-
-    async def run(self, argument: str) -> ToolResult:
-        return ToolResult(f"Error: the {self.tag} tool is not available.", ok=False, error_kind="muted")
-
-    async def aclose(self) -> None:
-        """Nothing to release."""
 
 
 class ToolRunner:
