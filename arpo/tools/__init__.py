@@ -30,7 +30,7 @@ from arpo.protocol import Codec, form_of
 from arpo.protocol.prompts import default_system_prompt, json_system_prompt
 from arpo.protocol.schema import ToolSchema, text_schema
 from arpo.protocol.tags import reserved_tags
-from arpo.tools.base import PricedTool, Tool
+from arpo.tools.base import Tool
 from arpo.tools.function import FunctionTool
 from arpo.tools.interface import ToolSet
 from arpo.trajectory import Prompt
@@ -54,7 +54,9 @@ def make_tools(cfg: ToolsConfig) -> dict[str, Tool]:
     for name in cfg.names:
         made = _make_tool(name, cfg)
         tools |= made.tools() if hasattr(made, "tools") else {made.tag: made}
-    return {name: PricedTool(tool, price[name]) if price.get(name) else tool for name, tool in tools.items()}
+    for tag, tool in tools.items():
+        tool.price_per_call = price.get(tag, 0.0)
+    return tools
 
 
 def _make_tool(name: str, cfg: ToolsConfig) -> Tool | ToolSet:

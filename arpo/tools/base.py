@@ -1,4 +1,4 @@
-"""The background loop that runs tools while the engine keeps decoding, and wrappers of tools."""
+"""The background loop that runs tools while the engine keeps decoding."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from arpo.errors import UserError
 from arpo.start.exits import wait_or_end
 from arpo.tools.interface import Tool, ToolContext, ToolResult, answer
 from arpo.tools.sessions import make_sessions
 
-__all__ = ["PricedTool", "Tool", "ToolContext", "ToolResult", "ToolRunner"]
+__all__ = ["Tool", "ToolContext", "ToolResult", "ToolRunner"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,24 +26,6 @@ CLOSE_TIMEOUT_S = 30.0
 NOT_THE_USERS = str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parent)
 TELL_AFTER_S = 600.0
 """A rank that does nothing but wait for tools says so each time that this long has passed."""
-
-
-@dataclass(frozen=True)
-class PricedTool:
-    """A tool that costs `price` for every call that it answers itself: not from a cache, and not with an error.
-
-    In all else it is the tool.
-    """
-
-    tool: Tool
-    price: float
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tool, name)
-
-    async def run(self, argument: str, context: ToolContext | None = None, session: Any = None) -> ToolResult:
-        result = await answer(self.tool, argument, context, session)
-        return replace(result, cost=self.price) if result.ok and not result.cached else result
 
 
 class ToolRunner:

@@ -27,9 +27,6 @@ class FunctionTool:
     A coroutine function runs on the loop of the tools, any other in a thread, which nothing ends after the deadline.
     """
 
-    about = None
-    """The default system prompt introduces it by its schema."""
-
     def __init__(self, function: Callable[..., Any], *, deadline_s: float = DEADLINE_S):
         """Raises UserError for a function whose types or docstring do not say what it takes."""
         self.schema = schema_of(function)
@@ -50,7 +47,10 @@ class FunctionTool:
             deadline = asyncio.timeout(self.deadline_s)
             try:
                 async with deadline:
-                    return ToolResult(_text_of(await self._call(arguments)), ok=True)
+                    call = partial(self._function, **arguments)
+                    is_async = inspect.iscoroutinefunction(self._function)
+                    value = await (call() if is_async else on_thread(f"arpo-{self.tag}", call))
+                    return ToolResult(_text_of(value), ok=True)
             except UserError:
                 raise
             except Exception as error:
@@ -58,11 +58,6 @@ class FunctionTool:
                     text = f"Error: {self.tag} gave no answer within {self.deadline_s:g} s."
                     return ToolResult(text, ok=False, error_kind="timeout")
                 return ToolResult(f"{type(error).__name__}: {error}", ok=False, error_kind="error")
-
-    async def _call(self, arguments: dict[str, Any]) -> Any:
-        if inspect.iscoroutinefunction(self._function):
-            return await self._function(**arguments)
-        return await on_thread(f"arpo-{self.tag}", partial(self._function, **arguments))
 
     async def aclose(self) -> None:
         """Nothing to release."""

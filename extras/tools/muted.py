@@ -22,7 +22,7 @@ class MutedConfig:
     """The tools, as in tools.names. They are not started."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class MutedTool:
     """Answers every call with the same refusal."""
 
