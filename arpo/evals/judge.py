@@ -92,10 +92,8 @@ class Judge:
         max_tries: int = 5,
         time_source: Time | None = None,
     ):
-        """`cache` is the file of replies if `cfg.cache` is empty. `deadline_s` covers all tries of a judgement.
-
-        Raises UserError for settings that cannot work.
-        """
+        """`cache` is the file of replies if `cfg.cache` is empty. `deadline_s` covers all tries of a judgement. Raises
+        UserError for settings that cannot work."""
         check_url(cfg.url, "judge.url")
         if not cfg.model:
             raise UserError("judge.model is empty; set it to a model that judge.url serves")
@@ -114,10 +112,8 @@ class Judge:
             self._is_probed = True
 
     def judge(self, tasks: Sequence[JudgeTask]) -> list[Verdict]:
-        """Return verdicts in the order of the tasks; equal tasks are asked once.
-
-        Raises UserError where something is to be asked and the endpoint cannot be reached at all.
-        """
+        """Return verdicts in the order of the tasks; equal tasks are asked once. Raises UserError where something is to
+        be asked and the endpoint cannot be reached at all."""
         verdicts = {task: self.recorded(task) for task in tasks}
         if missing := [task for task, verdict in verdicts.items() if verdict is None]:
             self.probe()

@@ -123,10 +123,8 @@ def counts(names: Iterable[str]) -> dict[str, int]:
 def averages(
     grades_by_benchmark: Mapping[str, Sequence[Grade]], families: Mapping[str, str], *, seed: int = 0
 ) -> dict[str, Scores]:
-    """Family -> mean over its benchmarks, each counting the same (as in the papers), and `all`.
-
-    The interval resamples the questions within each benchmark. A family of one benchmark has no row of its own.
-    """
+    """Family -> mean over its benchmarks, each counting the same (as in the papers), and `all`. The interval resamples
+    the questions within each benchmark. A family of one benchmark has no row of its own."""
     own, resampled, members = {}, {}, defaultdict(list)
     for number, (name, grades) in enumerate(sorted(grades_by_benchmark.items())):
         own[name] = accuracy_scores(grades)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.errors import UserError
@@ -27,14 +26,10 @@ class TermEvidence:
 
     trajectory: Trajectory
     prompt: Prompt
-    by_rule: Callable[[Trajectory, Prompt], RewardResult]
+    rule: RewardResult | None
+    """The built-in reward; None without a term of BY_RULE."""
     max_response_tokens: int
     """Budget of one trajectory: sampled tokens and tool results together."""
-
-    @cached_property
-    def rule(self) -> RewardResult:
-        """The built-in reward, which is computed when a term first looks at it."""
-        return self.by_rule(self.trajectory, self.prompt)
 
 
 def overlong(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
@@ -95,13 +90,11 @@ def sums_of_terms(
     own = {entry: custom_results(custom, pairs) for entry, custom in terms.custom.items()}
     weights, sums = terms.cfg.weights, []
     for number, (t, prompt) in enumerate(pairs):
-        evidence = TermEvidence(t, prompt, by_rule, terms.max_response_tokens)
-        parts: dict[str, float] = {}  # what the values are made of
+        rule = by_rule(t, prompt) if weights.keys() & BY_RULE else None
+        evidence = TermEvidence(t, prompt, rule, terms.max_response_tokens)
+        parts = dict(rule.parts) if rule else {}  # what the values are made of
+        reasons = [rule.reason] if rule else []
         values: dict[str, float | None] = {}
-        reasons: list[str] = []
-        if weights.keys() & BY_RULE:
-            parts |= evidence.rule.parts
-            reasons.append(evidence.rule.reason)
         for entry in weights:
             if entry in own:
                 result = own[entry][number]

@@ -89,7 +89,9 @@ class ToolRunner:
         except UserError as error:
             self._done.put((rollout, call_id, error))
         except (Exception, SystemExit) as error:  # whatever it is: hours of training must not end with it
-            self._tell_of(tool.tag, error)
+            if (tool.tag, type(error)) not in self._told:  # how many follow is a metric
+                self._told.add((tool.tag, type(error)))
+                logger.warning("the %s tool raised an exception; its trajectory is dropped", tool.tag, exc_info=error)
             text, seconds = f"Error: the {tool.tag} tool failed.", time.perf_counter() - started
             failure = ToolResult(text, ok=False, seconds=seconds, error_kind="exception", infra_error=True)
             self._done.put((rollout, call_id, failure))
@@ -97,13 +99,6 @@ class ToolRunner:
             self._done.put((rollout, call_id, error))
         finally:
             self._running[tool.tag] -= 1
-
-    def _tell_of(self, tag: str, error: BaseException) -> None:
-        """Show the traceback of the first exception of each kind; how many follow is a metric."""
-        kind = (tag, type(error))
-        if kind not in self._told:
-            self._told.add(kind)
-            logger.warning("the %s tool raised an exception; its trajectory is dropped", tag, exc_info=error)
 
     def collect(self, *, block: bool) -> list[tuple[str, ToolResult]]:
         """Return all finished calls; with `block`, wait for at least one (there must be one pending)."""

@@ -58,17 +58,14 @@ class Bm25Index:
     def __init__(self, corpus: str | Path):
         """Opens the index of the corpus as it is now, or builds it. Raises UserError for an unusable corpus."""
         try:
-            self.path, (searcher, self.corpus_sha256) = _ready_index(Path(corpus))
+            self.path, (self._searcher, self.corpus_sha256) = _ready_index(Path(corpus))
         except OSError as error:
             problem = f"{corpus}: cannot read or index the corpus ({error.strerror or error})"
             raise UserError(f"{problem}; set tools.search.corpus to a jsonl file") from None
-        self._searcher = searcher
 
     def search(self, query: str, top_k: int) -> list[str]:
         """Return the `top_k` best passages, best first; equally good ones in the order of the corpus. [] = no match.
-
-        Raises OSError where the index has been damaged since it was opened.
-        """
+        Raises OSError where the index has been damaged since it was opened."""
         terms = ranking_terms(ANALYZER.analyze(unicodedata.normalize("NFC", query).encode("utf-8", "replace").decode()))
         if not terms:
             return []

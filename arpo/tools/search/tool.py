@@ -38,7 +38,6 @@ class Backend(Protocol):
 
     async def search(self, query: str) -> str:
         """Return the text for the model; NO_RESULTS where nothing matches."""
-        ...
 
     async def aclose(self) -> None: ...
 
