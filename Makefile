@@ -50,19 +50,16 @@ SEED  ?= 0
 DATA  := $(if $(filter 0,$(SEED)),data/demo,data/demo_seed$(SEED))
 RUNS  := $(if $(filter 0,$(SEED)),runs,runs/demo_seed$(SEED))
 SEEDED := --run.seed $(SEED) --run.dir $(RUNS)
-EVAL   := evaluate.py configs/demo_eval.yaml $(SEEDED) --eval.files $(DATA)/test.jsonl
-CORPUS := --tools.search.corpus $(DATA)/corpus.jsonl
-MUTED  := --eval.max_questions 100 --tools.names extras/tools/muted.py:Muted
+EVAL   := evaluate.py configs/demo_eval.yaml $(SEEDED) --eval.files $(DATA)/test.jsonl --tools.search.corpus $(DATA)/corpus.jsonl
 
 demo: setup
 	$(TORCHRUN) -m extras.demo build --out $(DATA) --seed $(SEED)
 	$(TORCHRUN) train_sft.py configs/demo_sft.yaml $(SEEDED) --model.path $(DATA)/model \
 	  --data.train $(DATA)/sft_train.jsonl --data.valid $(DATA)/sft_valid.jsonl
-	$(TORCHRUN) $(EVAL) --run.name demo_eval_sft --model.path $(RUNS)/demo_sft/hf $(CORPUS)
+	$(TORCHRUN) $(EVAL) --run.name demo_eval_sft --model.path $(RUNS)/demo_sft/hf
 	$(TORCHRUN) train_rl.py configs/demo_arpo.yaml $(SEEDED) --model.path $(RUNS)/demo_sft/hf \
-	  --data.train $(DATA)/rl_train.jsonl --data.valid $(DATA)/rl_valid.jsonl $(CORPUS)
-	$(TORCHRUN) $(EVAL) --run.name demo_eval_arpo --model.path $(RUNS)/demo_arpo/hf $(CORPUS)
-	$(TORCHRUN) $(EVAL) --run.name demo_eval_muted --model.path $(RUNS)/demo_arpo/hf $(MUTED)
+	  --data.train $(DATA)/rl_train.jsonl --data.valid $(DATA)/rl_valid.jsonl --tools.search.corpus $(DATA)/corpus.jsonl
+	$(TORCHRUN) $(EVAL) --run.name demo_eval_arpo --model.path $(RUNS)/demo_arpo/hf --eval.num_muted 100
 	@$(PY) -m extras.viewer $(RUNS)/demo_arpo
 	@$(PY) -m extras.viewer $(RUNS)/demo_eval_arpo --beside $(RUNS)/demo_eval_sft
 	@$(PY) -m extras.demo report --runs $(RUNS)
@@ -72,7 +69,6 @@ LLM      := $(if $(filter 0,$(SEED)),data/llm,data/llm_seed$(SEED))
 LLM_RUNS := $(if $(filter 0,$(SEED)),runs,runs/llm_seed$(SEED))
 LLM_EVAL := evaluate.py configs/llm_eval.yaml --run.dir $(LLM_RUNS)
 LLM_TEST := --eval.files $(LLM)/test.jsonl
-LLM_MUTED := $(MUTED) --tools.options '{"extras/tools/muted.py:Muted": {"names": ["python"]}}'
 GREEDY   := --rollout.temperature 0
 # bfloat16 is up to twice as fast on a CPU that multiplies it, and half as fast on others
 LLM_DTYPE ?= $(shell grep -q -m 1 -E 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null && echo bfloat16 || echo float32)
@@ -96,8 +92,7 @@ demo-llm: setup .venv/ready-llm
 	$(TORCHRUN) train_rl.py configs/llm_arpo.yaml --model.compute_dtype $(LLM_DTYPE) --engine.dtype $(LLM_DTYPE) \
 	  --run.seed $(SEED) --run.dir $(LLM_RUNS) \
 	  --model.path $(LLM_RUNS)/llm_sft/hf --data.train $(LLM)/rl_kept.jsonl --data.valid $(LLM)/rl_valid.jsonl
-	$(TORCHRUN) $(LLM_EVAL) $(LLM_TEST) --run.name llm_eval_arpo --model.path $(LLM_RUNS)/llm_arpo/hf
-	$(TORCHRUN) $(LLM_EVAL) $(LLM_TEST) --run.name llm_eval_muted --model.path $(LLM_RUNS)/llm_arpo/hf $(LLM_MUTED)
+	$(TORCHRUN) $(LLM_EVAL) $(LLM_TEST) --run.name llm_eval_arpo --model.path $(LLM_RUNS)/llm_arpo/hf --eval.num_muted 100
 	$(TORCHRUN) $(LLM_EVAL) $(LLM_TEST) --run.name llm_eval_arpo_greedy --model.path $(LLM_RUNS)/llm_arpo/hf $(GREEDY)
 	@$(PY) -m extras.llm_demo report --runs $(LLM_RUNS)
 

@@ -86,6 +86,7 @@ from arpo.sampling import Sampler
 from arpo.sampling.environment import Environment
 from arpo.sampling.sources import OneRollout
 from arpo.start.memory import check_memory, read_job
+from arpo.tools.base import MutedTool
 
 
 def main(cfg: EvalConfig) -> None:
@@ -103,6 +104,7 @@ def main(cfg: EvalConfig) -> None:
         check_memory(read_job(cfg.model, engine=cfg.engine, max_model_len=cfg.max_model_len), dist.device)
     team = form_team(dist, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
     env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout)
+    refusing = team.tool_runner({tag: MutedTool(tag) for tag in env.tools.tools})
     sets, absent = load_sets(cfg.eval, env.codec, env.schemas)
     if cfg.reward.file:
         load_custom("reward.file", cfg.reward.function).try_on(sets[0].prompts[0], env.codec)
@@ -121,12 +123,13 @@ def main(cfg: EvalConfig) -> None:
     dist.barrier()  # nobody writes before all have read
     is_finished = not any(questions.prompts for questions in todo)
     if dist.is_main and not is_finished:
-        record_session(folder, {s.name: s.num_overlong for s in sets})
+        record_session(folder, {s.name: s.num_overlong for s in sets if not s.is_muted})
     for name in absent:
         log.line(f"{name}: left out; it is not in {cfg.eval.data_dir}")
     for asked, left in zip(sets, todo, strict=True):
-        num_finished = len(asked.prompts) - len(left.prompts)
-        log.line(f"{asked.name}: {len(asked.prompts)} questions, {num_finished} of them finished before")
+        if not asked.is_muted:
+            num_finished = len(asked.prompts) - len(left.prompts)
+            log.line(f"{asked.name}: {len(asked.prompts)} questions, {num_finished} of them finished before")
 
     # ---- rollout: one set after the other, questions dealt out over the ranks; each finished group is saved at once
     engine = None if is_finished else make_engine(cfg, env.codec, team.index)
@@ -136,9 +139,10 @@ def main(cfg: EvalConfig) -> None:
         dump = SetDump(
             folder, questions.name, metric=questions.metric, tools=env.codec.tools, protocol=env.codec.format
         )
+        used, save = refusing if questions.is_muted else env.tools, dump.add if team.is_first else None
         sampler = Sampler(
             engine,
-            env.tools,
+            used,
             env.codec,
             team,
             log,
@@ -146,13 +150,14 @@ def main(cfg: EvalConfig) -> None:
             sampling,
             no_branching,
             cfg.engine.max_num_seqs,
-            on_group=dump.add if team.is_first else None,
+            on_group=save,
         )
         if questions.prompts:
             at_once = 2 * cfg.engine.max_num_seqs  # a batch, and those whose tools are at work
             source = OneRollout(sampler, questions.prompts, 0, label=questions.name, max_at_once=at_once)
             sampler.run(source, questions.name, len(team.share(questions.prompts)), is_part=False)
     env.tools.close()
+    refusing.close()
     if engine is not None:
         engine.close()
     dist.close()  # the other ranks need not wait for the judge

@@ -254,22 +254,24 @@ def test_the_report_says_what_was_asked_of_which_model_and_what_was_left_out(wor
     assert len((folder / "sessions.jsonl").read_text().splitlines()) == 1 and (folder / "report.md").read_text() == text
 
 
-def test_the_control_with_muted_tools_asks_the_same_questions_and_every_call_is_refused(world, server, evaluate_here):
-    changes = {"eval__benchmarks": "gsm8k", "eval__files": str(world / "own.jsonl")}
-    flags = server_flags(world, server, "heard", **changes)
-    evaluate_here(*flags)
-    search = ("--tools.search.backend", "local", "--tools.search.corpus", str(world / "corpus.jsonl"))
-    muted = {"tools__names": f"{ROOT}/extras/tools/muted.py:Muted", "eval__max_questions": "1"}
-    flags = server_flags(world, server, "muted", **changes, **muted)
-    evaluate_here(*(flag for flag in flags if flag not in search))
-    heard, refused = read_records(world / "heard"), read_records(world / "muted")
-    assert sorted((r.benchmark, r.metric) for r in refused) == 2 * [("gsm8k", "math")] + 2 * [("own", "reward")]
-    assert {r.question for r in refused} < {r.question for r in heard} and heard[0].tools == refused[0].tools
-    assert {call.error_kind for r in refused for call in r.tool_calls} == {"muted"}
-    assert all(call.ok for r in heard for call in r.tool_calls)
-    prompts = [next((world / run / "trajectories").glob("gsm8k.*")).read_text() for run in ("heard", "muted")]
-    offered = [json.loads(text.splitlines()[0])["messages"] for text in prompts]
-    assert offered[0][0] == offered[1][0]  # the system prompt
+def test_the_control_with_muted_tools_asks_the_same_questions_and_is_in_no_average(world, server, evaluate_here):
+    flags = {"eval__benchmarks": "gsm8k math500", "eval__files": str(world / "own.jsonl")}
+    evaluate_here(*server_flags(world, server, "muted", **flags, eval__num_muted="1"))
+    records = read_records(world / "muted")
+    muted = [r for r in records if r.benchmark.endswith("_muted")]
+    assert sorted((r.benchmark, r.metric) for r in muted) == sorted(
+        2 * [("gsm8k_muted", "math"), ("math500_muted", "math"), ("own_muted", "reward")]
+    )
+    assert {call.error_kind for r in muted for call in r.tool_calls} == {"muted"}
+    assert all(call.ok for r in records if r not in muted for call in r.tool_calls)
+    asked = {r.question for r in records if r.benchmark == "own"}
+    assert len(asked) == 3 and {r.question for r in muted if r.benchmark == "own_muted"} < asked
+    report = (world / "muted" / "report.md").read_text()
+    assert "SET_muted: all tool calls were refused." in report
+    assert "| mean of 2 (math) |" in report and "| mean of 3 (all) |" in report and "| own_muted | 1 | 2 |" in report
+    evaluate_here(*server_flags(world, server, "muted", **flags, eval__num_muted="2"))  # goes on with one more
+    again = read_records(world / "muted")
+    assert sum(r.benchmark == "own_muted" for r in again) == 4 and sum(r.benchmark == "own" for r in again) == 6
 
 
 def test_a_judge_is_asked_once_for_each_answer_and_never_again(world, server, evaluate_here):
@@ -322,6 +324,7 @@ def test_a_run_that_its_server_left_continues_with_the_next_one(world, evaluate_
         ({"eval__server_model": "big"}, "does not serve 'big'"),
         ({"judge__url": "http://127.0.0.1:9/v1/chat/completions", "judge__model": "j"}, r"judge\.url"),
         ({"tools__search__mode": "replay_strict"}, r"tools\.search\.cache is empty, and mode replay_strict reads it"),
+        ({"eval__num_muted": "-1"}, "num_muted=-1 must be at least 0"),
         ({"eval__max_prompt_tokens": "10"}, "exceed max_prompt_tokens=10"),
         ({"model__path": "/nonexistent"}, "cannot load the tokenizer"),
     ],

@@ -30,6 +30,9 @@ class EvalSection:
     system_prompt: str = "keep"
     """System prompt of all questions. keep = the file's or the benchmark's; none = without; default = the protocol's;
     code_search, search, math, base, chinese = that prompt with its tools; anything else = that text."""
+    num_muted: Annotated[int, AtLeast(0)] = 0
+    """Number of questions, from the start of each set, that are also asked with every tool call refused: a control that
+    shows whether the agent needs its tools. Reported as SET_muted, and in no average."""
     server: str = ""
     """Server to sample from instead of an engine of our own: FILE.py:NAME=ADDRESS, a class (docs/evaluation.md). Its
     tokenizer must be that of model.path. Each rank has at most engine.max_num_seqs requests under way."""

@@ -47,7 +47,6 @@ RENAMED = {
     "branching.weight_z": GONE,
     "data.overlong": "gone from SFT: conversations that are too long are left out and listed",
     "engine.enforce_eager": "engine.cuda_graphs; True is never, False is auto",
-    "eval.num_muted": "a tool from a file, muted.py:Muted in tools.names (docs/evaluation.md)",
     "eval.replay": "tools.search.mode=replay_strict, and mode in tools.options of other tools (docs/evaluation.md)",
     "judge": "an object of your own, FILE.py:NAME in reward.terms (docs/training.md#rewards)",
     "judge.url": "an object of your own, FILE.py:NAME in reward.terms (docs/training.md#rewards)",

@@ -1,4 +1,4 @@
-"""The sets of questions of an evaluation: benchmarks and question files."""
+"""The sets of questions of an evaluation: benchmarks, question files, and the controls that ask with tools refused."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from arpo.errors import UserError
 from arpo.evals.benchmarks import questions, select
 from arpo.evals.grading import Metric
 from arpo.evals.prompts import asked_as
+from arpo.evals.scores import MUTED
 from arpo.protocol import Codec
 from arpo.protocol.schema import ToolSchema
 from arpo.tools import check_offered, system_prompt_for
@@ -27,18 +28,23 @@ class QuestionSet:
     metric: Metric
     num_overlong: int = 0
     """Number of questions that were left out as too long."""
+    is_muted: bool = False
+    """True = every tool call is refused."""
 
 
 def load_sets(cfg: EvalSection, codec: Codec, schemas: Mapping[str, ToolSchema]) -> tuple[list[QuestionSet], list[str]]:
-    """Return the chosen benchmarks and the question files, these by their stems; also the names of the benchmarks that
-    are left out because their files are not there. Raises UserError for a set that cannot be used."""
+    """Return the chosen benchmarks, the question files by their stems, and a muted control of each where it is wanted.
+
+    Also the names of the benchmarks that are left out because their files are not there. Raises UserError for a set
+    that cannot be used.
+    """
     chosen, absent = select(cfg.benchmarks, cfg.data_dir)
     found: dict[str, list[Prompt]] = {}
     for name, benchmark in chosen.items():
         found[name] = questions(name, benchmark, cfg.data_dir, max_questions=cfg.max_questions, form=codec.format)
     for file in cfg.files:
         path = local_file(file)
-        if path.stem in found:
+        if path.stem in found or file.endswith(f"{MUTED}{path.suffix}"):
             raise UserError(f"eval.files: {file} has the name of another set; rename it, the report goes by name")
         prompts = load_prompts(path, source=source_of(file))[: cfg.max_questions or None]
         check_offered(prompts, codec.tools, file)
@@ -52,4 +58,6 @@ def load_sets(cfg: EvalSection, codec: Codec, schemas: Mapping[str, ToolSchema])
         fitting = tokenize_prompts(asked, codec.render_prompt, cfg.max_prompt_tokens, cfg.overlong, name)
         metric = chosen[name].grader if name in chosen else "reward"
         sets.append(QuestionSet(name, fitting, metric, len(prompts) - len(fitting)))
+    for plain in list(sets) if cfg.num_muted else ():
+        sets.append(QuestionSet(plain.name + MUTED, plain.prompts[: cfg.num_muted], plain.metric, is_muted=True))
     return sets, absent

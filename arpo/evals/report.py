@@ -17,7 +17,7 @@ from arpo.evals.grading import REWARD_ONLY, grade_records
 from arpo.evals.judge import Judge
 from arpo.evals.records import Grade, Record, grades_path, read_records, write_grades
 from arpo.evals.resume import about_run
-from arpo.evals.scores import MEANS, Scores, averages, benchmark_scores
+from arpo.evals.scores import MEANS, MUTED, Scores, averages, benchmark_scores
 from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
 from arpo.rewards import load_custom
 
@@ -86,8 +86,8 @@ def write_report(
 
 
 def notes_on(scores: Mapping[str, Scores], judge: str) -> list[str]:
-    """Return lines that say who graded, and how often that went wrong."""
-    notes = []
+    """Return lines that say which sets are a control, who graded, and how often that went wrong."""
+    notes = [f"SET{MUTED}: all tool calls were refused."] if any(name.endswith(MUTED) for name in scores) else []
     if judged := [name for name, s in scores.items() if "judge" in s["metric"]]:
         notes.append(f"Judge: {judge or 'unnamed'} graded {', '.join(judged)}.")
     if ruled := [name for name, s in scores.items() if s["metric"] == "f1"]:

@@ -20,6 +20,8 @@ MEANS = ("em", "f1", "math_equal", "reward")
 """Scores of the grades whose mean over trajectories is reported besides `accuracy`."""
 ALL = "all"
 """Name of the average over all benchmarks."""
+MUTED = "_muted"
+"""End of the name of a set whose questions were asked with every tool call refused."""
 
 
 def benchmark_scores(records: Sequence[Record], grades: Sequence[Grade], *, seed: int = 0) -> Scores:
@@ -124,9 +126,11 @@ def averages(
     grades_by_benchmark: Mapping[str, Sequence[Grade]], families: Mapping[str, str], *, seed: int = 0
 ) -> dict[str, Scores]:
     """Family -> mean over its benchmarks, each counting the same (as in the papers), and `all`. The interval resamples
-    the questions within each benchmark. A family of one benchmark has no row of its own."""
+    the questions within each benchmark. A family of one benchmark has no row of its own, and controls with muted tools
+    (names that end with MUTED) are in none."""
     own, resampled, members = {}, {}, defaultdict(list)
-    for number, (name, grades) in enumerate(sorted(grades_by_benchmark.items())):
+    asked = {name: grades for name, grades in grades_by_benchmark.items() if not name.endswith(MUTED)}
+    for number, (name, grades) in enumerate(sorted(asked.items())):
         own[name] = accuracy_scores(grades)
         questions = [mean(samples) for samples in correct_by_question(grades).values()]
         # drawn independently of each other: with one seed for all, benchmarks of equal size would move together

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from arpo.errors import UserError
@@ -18,7 +18,7 @@ from arpo.start.exits import wait_or_end
 from arpo.tools.interface import Tool, ToolContext, ToolResult, answer
 from arpo.tools.sessions import make_sessions
 
-__all__ = ["Tool", "ToolContext", "ToolResult", "ToolRunner"]
+__all__ = ["MutedTool", "Tool", "ToolContext", "ToolResult", "ToolRunner"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,19 @@ CLOSE_TIMEOUT_S = 30.0
 NOT_THE_USERS = str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parent)
 TELL_AFTER_S = 600.0
 """A rank that does nothing but wait for tools says so each time that this long has passed."""
+
+
+@dataclass(frozen=True)
+class MutedTool:
+    """Answers every call with the same refusal: the control that shows whether an agent needs the tool."""
+
+    tag: str
+
+    async def run(self, argument: str) -> ToolResult:
+        return ToolResult(f"Error: the {self.tag} tool is not available.", ok=False, error_kind="muted")
+
+    async def aclose(self) -> None:
+        """Nothing to release."""
 
 
 class ToolRunner:

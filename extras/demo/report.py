@@ -26,7 +26,7 @@ DEMO = Demo(
     {
         "after SFT": ("demo_eval_sft", "test"),
         "after RL": ("demo_eval_arpo", "test"),
-        "after RL, tools muted": ("demo_eval_muted", "test"),
+        "after RL, tools muted": ("demo_eval_arpo", "test_muted"),
     },
 )
 

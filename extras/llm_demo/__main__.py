@@ -20,7 +20,7 @@ LLM_DEMO = Demo(
         "after SFT, but greedy": ("llm_eval_sft_greedy", "test"),
         "after RL": ("llm_eval_arpo", "test"),
         "after RL, but greedy": ("llm_eval_arpo_greedy", "test"),
-        "after RL, tools muted": ("llm_eval_muted", "test"),
+        "after RL, tools muted": ("llm_eval_arpo", "test_muted"),
     },
 )
 

@@ -51,7 +51,8 @@ ALWAYS = {
     "old_logprobs",
     "update": "num_prompts_per_minibatch num_epochs max_tokens_per_microbatch layout",
     "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm offload",
-    "eval": "benchmarks files max_questions num_samples max_prompt_tokens overlong system_prompt server regrade",
+    "eval": "benchmarks files max_questions num_samples max_prompt_tokens overlong system_prompt num_muted server "
+    "regrade",
     "judge": "url",
     "ablation": "train eval algorithms seeds eval_seed num_steps validate_every nproc_per_node num_parallel "
     "target_reward",
