@@ -32,6 +32,7 @@ from arpo.rewards.terms import load_terms
 from arpo.sampling.sampler import rollout
 from arpo.tools import make_tools, system_prompt_for, tool_schemas
 from arpo.tools.base import ToolRunner
+from arpo.tools.interface import answer
 from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn
 from train_rl import RLConfig
 
@@ -178,7 +179,7 @@ def test_a_tool_from_a_function_is_the_function_and_one_flag(tmp_path):
     cfg = load_config(Config, ["--tools.names", name, "--tools.price_per_call", "age=0.5"]).tools
     tool = make_tools(cfg)["age"]
     arguments = ('{"born": 1912, "year": 1950}', '{"born": "1912"}', "1912")
-    right, mistyped, bare = (asyncio.run(tool.run(argument)) for argument in arguments)
+    right, mistyped, bare = (asyncio.run(answer(tool, argument, None)) for argument in arguments)
     assert (right.ok, right.cost, right.text) == (True, 0.5, "38") and list(tool_schemas(cfg)) == ["age"]
     assert (mistyped.ok, mistyped.cost) == (False, 0.0)
     assert mistyped.text == 'Error: the argument "born" of age must be an integer, not "1912".'

@@ -58,19 +58,16 @@ ALONE = {"MATH": "math"}
 
 def select(names: tuple[str, ...], data_dir: str | Path) -> tuple[dict[str, Benchmark], list[str]]:
     """Return the benchmarks of ("all",), families or names, and the names left out because their file is not there.
-
-    Raises UserError for an unknown name, a named benchmark without its file, and where nothing is left.
-    """
+    Raises UserError for an unknown name, a named benchmark without its file, and where nothing is left."""
     for word in names:
         _check_name(word)
     named = {ALONE.get(word, word) for word in names if word not in FAMILIES}
     wanted = {n: b for n, b in BENCHMARKS.items() if n in named or b.family in names or "all" in names}
     paths = {name: _path(name, data_dir) for name in wanted}
     absent = [name for name, path in paths.items() if not path.exists()]
-    for name in absent:
-        if name in named:
-            there = f"{paths[name]}, which is not there"
-            raise UserError(f"eval.benchmarks: {name} needs {there}; get it, or set eval.data_dir")
+    if lost := [name for name in absent if name in named]:
+        there = f"{paths[lost[0]]}, which is not there"
+        raise UserError(f"eval.benchmarks: {lost[0]} needs {there}; get it, or set eval.data_dir")
     chosen = {name: benchmark for name, benchmark in wanted.items() if name not in absent}
     if names and not chosen:
         fix = "set eval.data_dir, or get them (docs/data.md#the-test-sets)"

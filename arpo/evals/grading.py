@@ -49,11 +49,8 @@ def grade_records(
     reward: RewardConfig | None = None,
     custom: CustomReward | None = None,
 ) -> list[Grade]:
-    """Return grades in the order of the records.
-
-    `reward` and `custom` are those of training (metric "reward").
-    Raises UserError where the judge must be asked and cannot be reached, or a custom reward fails.
-    """
+    """Return grades in the order of the records; `reward` and `custom` are those of training (metric "reward"). Raises
+    UserError where the judge must be asked and cannot be reached, or a custom reward fails."""
     if metric == "reward":
         return _reward_grades(records, reward or RewardConfig(), custom)
     grades = [_grade_by_rule(record, metric) for record in records]

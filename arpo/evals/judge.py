@@ -92,10 +92,8 @@ class Judge:
         max_tries: int = 5,
         time_source: Time | None = None,
     ):
-        """`cache` is the file of replies if `cfg.cache` is empty. `deadline_s` covers all tries of a judgement.
-
-        Raises UserError for settings that cannot work.
-        """
+        """`cache` is the file of replies if `cfg.cache` is empty. `deadline_s` covers all tries of a judgement. Raises
+        UserError for settings that cannot work."""
         check_url(cfg.url, "judge.url")
         if not cfg.model:
             raise UserError("judge.model is empty; set it to a model that judge.url serves")
@@ -114,10 +112,8 @@ class Judge:
             self._is_probed = True
 
     def judge(self, tasks: Sequence[JudgeTask]) -> list[Verdict]:
-        """Return verdicts in the order of the tasks; equal tasks are asked once.
-
-        Raises UserError where something is to be asked and the endpoint cannot be reached at all.
-        """
+        """Return verdicts in the order of the tasks; equal tasks are asked once. Raises UserError where something is to
+        be asked and the endpoint cannot be reached at all."""
         verdicts = {task: self.recorded(task) for task in tasks}
         if missing := [task for task, verdict in verdicts.items() if verdict is None]:
             self.probe()
@@ -127,14 +123,14 @@ class Judge:
     def recorded(self, task: JudgeTask) -> Verdict | None:
         """Return the verdict that the cache holds; None for none."""
         reply = self._cache.get(self._key(task.prompt), _label(task))
-        return None if reply is None else _verdict(reply)
+        return None if reply is None else parse_verdict(reply)
 
     async def ask(self, client: HttpClient, task: JudgeTask) -> Verdict:
         """Ask, and record the reply. Raises what `HttpClient.post` raises."""
         prompt = task.prompt
         reply = await client.post(self._request(prompt), chat_content)  # an empty one too, which cannot be parsed
         self._cache.put(self._key(prompt), BACKEND, _label(task), reply)
-        return _verdict(reply)
+        return parse_verdict(reply)
 
     def close(self) -> None:
         self._cache.close()
@@ -188,27 +184,23 @@ class Judge:
 _VERDICT = re.compile(r"<judge?ment>(.*?)</judge?ment>", re.DOTALL | re.IGNORECASE)
 
 
-def parse_verdict(reply: str) -> bool | None:
-    """Return True for "correct", False for anything less ("incorrect", "partially correct"), None if unclear.
+def parse_verdict(reply: str) -> Verdict:
+    """Read a judge's reply; anything less than "correct" ("partially correct") is incorrect.
 
     The text in <judgment> tags counts; without them the reply must be one of the two words. Thoughts (<think>) do not
-    count, and two verdicts that contradict each other are unclear.
+    count, and two verdicts that contradict each other are unparsable.
 
-    >>> parse_verdict("The same. <judgment>Correct</judgment>"), parse_verdict("Incorrect."), parse_verdict("It is.")
-    (True, False, None)
+    >>> parse_verdict("The same. <judgment>Correct</judgment>").status, parse_verdict("It is.").status
+    ('correct', 'unparsable')
     """
     _, thoughts_end, said = reply.rpartition("</think>")
     if not thoughts_end and "<think>" in reply:
-        return None
+        return Verdict("unparsable", reply)
     tagged = _VERDICT.findall(said)
     words = {" ".join(re.findall(r"\w+", text.lower())) for text in tagged or [said]} - {""}
     is_verdict = bool(tagged) or words <= {"correct", "incorrect"}
-    verdicts = {word == "correct" for word in words}
-    return verdicts.pop() if is_verdict and len(verdicts) == 1 else None
-
-
-def _verdict(reply: str) -> Verdict:
-    return Verdict({True: "correct", False: "incorrect", None: "unparsable"}[parse_verdict(reply)], reply)
+    verdicts = {"correct" if word == "correct" else "incorrect" for word in words}
+    return Verdict(verdicts.pop() if is_verdict and len(verdicts) == 1 else "unparsable", reply)
 
 
 def _as_material(text: str) -> str:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from arpo.protocol import form_of
 from arpo.protocol.prompts import with_system_prompt
@@ -11,18 +11,10 @@ from arpo.tools import system_prompt_for
 from arpo.trajectory import Prompt
 
 
-@dataclass(frozen=True)
-class AskedAs:
-    """A system prompt, and the tools that it offers."""
-
-    system_prompt: str
-    tools: tuple[str, ...]
-
-
 _TOOLS = {"code_search": ("python", "search"), "search": ("search",), "math": ("python",), "base": ()}
-PROMPTS: dict[str, AskedAs] = {
-    **{kind: AskedAs(system_prompt_for("default", tools), tools) for kind, tools in _TOOLS.items()},
-    "chinese": AskedAs(
+PROMPTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    **{kind: (system_prompt_for("default", tools), tools) for kind, tools in _TOOLS.items()},
+    "chinese": (
         "你是一个乐于助人的助手，借助搜索工具和 Python 解释器，一步一步地解答给定的问题。\n"
         "在 <think> </think> 中思考。需要搜索时，写 <search> 搜索词 </search>；需要运行代码时，"
         "写 <python> 代码 </python>，并用 print 输出所需的内容。每次调用之后，结果会出现在 <result> 和 </result> 之间；"
@@ -42,10 +34,10 @@ def asked_as(prompt: Prompt, system_prompt: str, form: str = "tags") -> Prompt:
 
     Where the template lists the tools of this `form` (protocol.format), a kind's text is replaced by the form's own.
     """
-    kind = PROMPTS.get(system_prompt) or AskedAs(system_prompt, prompt.tools)
+    text, tools = PROMPTS.get(system_prompt, (system_prompt, prompt.tools))
     if system_prompt in PROMPTS and form_of(form).template_lists_tools:
-        kind = replace(kind, system_prompt=system_prompt_for("default", kind.tools, form=form))
-    return replace(prompt, messages=with_system_prompt(prompt.messages, kind.system_prompt), tools=kind.tools)
+        text = system_prompt_for("default", tools, form=form)
+    return replace(prompt, messages=with_system_prompt(prompt.messages, text), tools=tools)
 
 
 def is_chinese(text: str) -> bool:

@@ -92,19 +92,16 @@ class SetDump:
     def _new_file(self) -> Path:
         folder = self.run / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        numbers = count()
-        while True:
-            path = folder / f"{self.benchmark}.{next(numbers)}.jsonl"
+        for number in count():
+            path = folder / f"{self.benchmark}.{number}.jsonl"
             with suppress(FileExistsError):
                 path.open("xb").close()  # of two processes only one makes it
                 return path
 
 
 def read_records(run: Path) -> list[Record]:
-    """Read the records of an evaluation, ordered by benchmark, question and sample.
-
-    If a trajectory is there twice, its first record counts. Raises UserError that names file and line for any damage.
-    """
+    """Read the records of an evaluation, ordered by benchmark, question and sample; of a trajectory that is there twice
+    the first. Raises UserError that names file and line for any damage."""
     found: dict[tuple[str, str, int], Record] = {}
     for path in sorted((run / FOLDER).glob("*.jsonl")):
         for place, trajectory, row in read_dump(path):

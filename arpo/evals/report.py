@@ -115,10 +115,6 @@ def _accuracy(s: Scores) -> str:
     return with_interval(s["accuracy"], s["accuracy_low"], s["accuracy_high"])
 
 
-def _questions(s: Scores) -> str:
-    return f"{s['questions']} ({s['overlong']} left out)" if "overlong" in s else str(s["questions"])
-
-
 def _pass_n(s: Scores) -> str:
     return f"{s['pass@' + str(s['samples'])]:.3f}"
 
@@ -131,7 +127,8 @@ def _main_table(scores: Mapping[str, Scores], means: Mapping[str, Scores]) -> Ta
     head = ["benchmark", "questions", "n", "accuracy [95 %]", "pass@n", "grader", "well-formed", "calls", "tokens"]
     rows = [
         [
-            name, _questions(s), str(s["samples"]), _accuracy(s), _pass_n(s), s["metric"],
+            name, f"{s['questions']} ({s['overlong']} left out)" if "overlong" in s else str(s["questions"]),
+            str(s["samples"]), _accuracy(s), _pass_n(s), s["metric"],
             f"{s['well_formed']:.3f}", f"{s['tool_calls']:.2f}", f"{s['response_tokens']:.0f}",
             f"{s['seconds']:.1f}", f"{s['truncated']:.3f}",
         ]

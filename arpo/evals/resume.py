@@ -30,10 +30,8 @@ SERVED = "eval.server"
 
 
 def claim_run(folder: Path, cfg: Any, served: str = "") -> None:
-    """Write the settings of a run, after a check that those of a begun run are the same; `served`: the server's model.
-
-    Raises UserError that names the first setting that differs, and for a begun run if `run.resume` is False.
-    """
+    """Write the settings of a run; `served`: the server's model. Raises UserError that names the first setting in which
+    it differs from what was begun there, and for anything begun if `run.resume` is False."""
     if any((folder / FOLDER).glob("*.jsonl*")):
         if not cfg.run.resume:
             raise UserError(f"{folder} holds an evaluation; choose another run.name, or set run.resume to True")
@@ -52,10 +50,8 @@ def claim_run(folder: Path, cfg: Any, served: str = "") -> None:
 
 
 def unfinished(name: str, prompts: Sequence[Prompt], num_samples: int, records: Sequence[Record]) -> list[Prompt]:
-    """Return the questions of a benchmark that lack samples in the records of a run.
-
-    Raises UserError if a recorded question has changed.
-    """
+    """Return the questions of a benchmark that lack samples in the records of a run. Raises UserError if a recorded
+    question has changed."""
     prompts_by_id = {prompt.prompt_id: prompt for prompt in prompts}
     num_recorded: Counter[str] = Counter()
     for record in records:
@@ -78,10 +74,8 @@ def record_session(folder: Path, overlong: Mapping[str, int]) -> None:
 
 
 def about_run(folder: Path) -> tuple[str, dict[str, int]]:
-    """Return a line that says what a run was made with, and the questions left out of each set by its last start.
-
-    Raises UserError for a damaged file, or a folder that holds no evaluation.
-    """
+    """Return a line that says what a run was made with, and the number of questions that its last start left out, by
+    set. Raises UserError for a damaged file, or a folder that holds no evaluation."""
     path = folder / SESSIONS
     overlong: dict[str, int] = {}
     codes, date = [], NOT_RECORDED

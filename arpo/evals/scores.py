@@ -125,11 +125,9 @@ def counts(names: Iterable[str]) -> dict[str, int]:
 def averages(
     grades_by_benchmark: Mapping[str, Sequence[Grade]], families: Mapping[str, str], *, seed: int = 0
 ) -> dict[str, Scores]:
-    """Family -> mean over its benchmarks, each counting the same (as in the papers), and `all`.
-
-    The interval resamples the questions within each benchmark. A family of one benchmark has no row of its own, and
-    controls with muted tools (names that end with MUTED) are in none.
-    """
+    """Family -> mean over its benchmarks, each counting the same (as in the papers), and `all`. The interval resamples
+    the questions within each benchmark. A family of one benchmark has no row of its own, and controls with muted tools
+    (names that end with MUTED) are in none."""
     own, resampled, members = {}, {}, defaultdict(list)
     asked = {name: grades for name, grades in grades_by_benchmark.items() if not name.endswith(MUTED)}
     for number, (name, grades) in enumerate(sorted(asked.items())):

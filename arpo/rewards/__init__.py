@@ -22,12 +22,10 @@ from arpo.rewards.custom import CustomReward, RewardResult, custom_results, load
 from arpo.rewards.math_answer import exact_accuracy, math_accuracy
 from arpo.rewards.qa import exact_match, qa_accuracy
 from arpo.rewards.terms import Terms, sums_of_terms
-from arpo.rewards.upstream import upstream_score
+from arpo.rewards.upstream import TOOL_BONUS, upstream_score
 from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn
 
 __all__ = ["RewardResult", "load_custom", "score", "score_by_rule", "score_groups"]
-
-TOOL_BONUS = 0.1
 
 RewardFn = Callable[[str, list[str]], float]
 ABILITIES: dict[str, RewardFn] = {"math": math_accuracy, "qa": qa_accuracy, "fact-reasoning": exact_match}

@@ -70,10 +70,8 @@ class CustomReward:
             self.function.begin(group)
 
     def try_on(self, prompt: Prompt, codec: Codec) -> None:
-        """Score an invented response to a real prompt, so that what is wrong is known before any is sampled.
-
-        Raises UserError, as the scoring of a rollout does.
-        """
+        """Score an invented response to a real prompt, so that what is wrong is known before any is sampled. Raises
+        UserError, as the scoring of a rollout does."""
         ids = [*codec.encode(codec.answer_text(prompt.answers[0])), codec.tokenizer.eos_token_id]
         segments = codec.segments(ids, mask := [1] * len(ids))
         invented = Trajectory(
@@ -108,7 +106,9 @@ def custom_results(custom: CustomReward, pairs: Pairs) -> list[RewardResult]:
         return []
     if custom.takes == "all":
         where = f"{len(pairs)} samples from {_sample(pairs[0][0])}"
-        [results] = _call(custom, [(where, ([t for t, _ in pairs], [prompt for _, prompt in pairs]))])
+        [returned] = _call(custom, [(where, ([t for t, _ in pairs], [prompt for _, prompt in pairs]))])
+        with _named(custom, where):
+            results = list(returned)
         if len(results) != len(pairs):
             raise UserError(f"{custom.place} returned {len(results)} scores for {where}; return one per sample")
     elif custom.takes == "one":
@@ -126,16 +126,13 @@ def _text(t: Trajectory, prompt: Prompt) -> tuple:
 def _call(custom: CustomReward, calls: list[tuple[str, tuple]]) -> list:
     """Return the results of (where, arguments) calls; those of an async function run at the same time."""
 
-    def checked(result: object) -> object:
-        return list(result) if custom.takes == "all" else result
-
     async def call_all() -> list:
         slots = asyncio.Semaphore(MAX_CONCURRENT)
 
         async def one(where: str, arguments: tuple) -> object:
             async with slots:
                 with _named(custom, where):
-                    return checked(await custom.function(*arguments))
+                    return await custom.function(*arguments)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -144,12 +141,13 @@ def _call(custom: CustomReward, calls: list[tuple[str, tuple]]) -> list:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    if _is_async(custom.function):
+    function = custom.function
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return custom.runner.run(call_all())
     results = []
     for where, arguments in calls:
         with _named(custom, where):
-            results.append(checked(custom.function(*arguments)))
+            results.append(custom.function(*arguments))
     return results
 
 
@@ -161,10 +159,6 @@ def _named(custom: CustomReward, where: str) -> Iterator[None]:
             yield
     except (Exception, SystemExit) as error:
         raise UserError(f"{custom.place} failed on {where} ({brief(error)})") from error
-
-
-def _is_async(function: Callable) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _parse(result: object, where: str) -> RewardResult:

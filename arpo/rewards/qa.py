@@ -27,11 +27,6 @@ def option_letter(text: str) -> str | None:
     return match[1] if match else None
 
 
-def wanted_option(answer: str) -> str | None:
-    """Return the option that an answer asks for; None unless the answer is a single letter, like "B" or "(B)"."""
-    return option_letter(answer) if len(unwrap(answer).strip("().:")) == 1 else None
-
-
 def tokens(text: str) -> list[str]:
     """Split a text into lower-case words and single CJK characters, without punctuation and, unless alone, articles.
 
@@ -75,6 +70,6 @@ def exact_match(prediction: str, answers: list[str]) -> float:
 
 
 def _of_option(prediction: str, answer: str, otherwise: float) -> float:
-    """Return whether a prediction is the option that an answer asks for; `otherwise` where it asks for none."""
-    letter = wanted_option(answer)
+    """Return whether a prediction is the option that an answer like "B" or "(B)" asks for, else `otherwise`."""
+    letter = option_letter(answer) if len(unwrap(answer).strip("().:")) == 1 else None
     return float(option_letter(prediction) == letter) if letter else otherwise

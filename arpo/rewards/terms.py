@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.errors import UserError
@@ -27,34 +26,10 @@ class TermEvidence:
 
     trajectory: Trajectory
     prompt: Prompt
-    by_rule: Callable[[Trajectory, Prompt], RewardResult]
+    rule: RewardResult | None
+    """The built-in reward; None without a term of BY_RULE."""
     max_response_tokens: int
     """Budget of one trajectory: sampled tokens and tool results together."""
-
-    @cached_property
-    def rule(self) -> RewardResult:
-        """The built-in reward, which is computed when a term first looks at it."""
-        return self.by_rule(self.trajectory, self.prompt)
-
-
-def answer(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
-    """The built-in reward: -1 for a wrong format, else the accuracy and the bonus for tools."""
-    return evidence.rule.total
-
-
-def well_formed(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
-    """1 where the format is right, else 0."""
-    return evidence.rule.parts["format"]
-
-
-def accuracy(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
-    """Accuracy of the boxed answer, 0..1, whatever the format."""
-    return evidence.rule.parts["accuracy"]
-
-
-def tool_bonus(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
-    """0.1 for a right answer with the help of all of `reward.bonus_tools`, else 0."""
-    return evidence.rule.parts["tool_bonus"]
 
 
 def overlong(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
@@ -68,10 +43,10 @@ def overlong(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
 
 
 TERMS: dict[str, Callable[[TermEvidence, TrainingRewardConfig], float]] = {
-    "answer": answer,
-    "format": well_formed,
-    "accuracy": accuracy,
-    "tool_bonus": tool_bonus,
+    "answer": lambda evidence, cfg: evidence.rule.total,
+    "format": lambda evidence, cfg: evidence.rule.parts["format"],
+    "accuracy": lambda evidence, cfg: evidence.rule.parts["accuracy"],  # whatever the format
+    "tool_bonus": lambda evidence, cfg: evidence.rule.parts["tool_bonus"],
     "overlong": overlong,
 }
 """Names in `reward.terms` -> value of a trajectory."""
@@ -115,13 +90,11 @@ def sums_of_terms(
     own = {entry: custom_results(custom, pairs) for entry, custom in terms.custom.items()}
     weights, sums = terms.cfg.weights, []
     for number, (t, prompt) in enumerate(pairs):
-        evidence = TermEvidence(t, prompt, by_rule, terms.max_response_tokens)
-        parts: dict[str, float] = {}  # what the values are made of
+        rule = by_rule(t, prompt) if weights.keys() & BY_RULE else None
+        evidence = TermEvidence(t, prompt, rule, terms.max_response_tokens)
+        parts = dict(rule.parts) if rule else {}  # what the values are made of
+        reasons = [rule.reason] if rule else []
         values: dict[str, float | None] = {}
-        reasons: list[str] = []
-        if weights.keys() & BY_RULE:
-            parts |= evidence.rule.parts
-            reasons.append(evidence.rule.reason)
         for entry in weights:
             if entry in own:
                 result = own[entry][number]

@@ -30,7 +30,7 @@ from arpo.protocol import Codec, form_of
 from arpo.protocol.prompts import default_system_prompt, json_system_prompt
 from arpo.protocol.schema import ToolSchema, text_schema
 from arpo.protocol.tags import reserved_tags
-from arpo.tools.base import PricedTool, Tool
+from arpo.tools.base import Tool
 from arpo.tools.function import FunctionTool
 from arpo.tools.interface import ToolSet
 from arpo.trajectory import Prompt
@@ -43,18 +43,17 @@ TOOLS: dict[str, Callable[[], type[Tool] | FunctionTool]] = {
 }
 """Class of each tool, or the FunctionTool itself, by tag, in the order in which the default system prompt speaks of
 them. Imported here and not above, so that a tool's own imports are paid only where it is used."""
-TAG = re.compile(r"[A-Za-z0-9_.-]+")
-"""Names that a tool may have."""
 
 
 def make_tools(cfg: ToolsConfig) -> dict[str, Tool]:
     """Return the config's tools, by tag. A tool that cannot start raises: training never goes on without it."""
-    price = prices(cfg.price_per_call, tuple(tool_schemas(cfg)))
-    tools: dict[str, Tool] = {}
+    price_by_tag, tools = prices(cfg.price_per_call, tuple(tool_schemas(cfg))), {}
     for name in cfg.names:
         made = _make_tool(name, cfg)
         tools |= made.tools() if hasattr(made, "tools") else {made.tag: made}
-    return {name: PricedTool(tool, price[name]) if price.get(name) else tool for name, tool in tools.items()}
+    for tag, price in price_by_tag.items():
+        tools[tag].price_per_call = price
+    return tools
 
 
 def _make_tool(name: str, cfg: ToolsConfig) -> Tool | ToolSet:
@@ -98,7 +97,7 @@ def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
             if is_own(name):
                 own_options(name, cfg)  # which raises
         for schema in given.values():
-            if not TAG.fullmatch(schema.name) or schema.name in {*schemas, *reserved_tags(())}:
+            if not re.fullmatch(r"[A-Za-z0-9_.-]+", schema.name) or schema.name in {*schemas, *reserved_tags(())}:
                 wrong = f"has the tag {schema.name!r}, which is taken or no name"
                 raise UserError(f"tools.names: {name} {wrong}; rename it")
             schemas[schema.name] = schema
@@ -205,8 +204,7 @@ def make_codec(
 def system_prompt_for(setting: str, tools: Iterable[str] | Mapping[str, ToolSchema], *, form: str = "tags") -> str:
     """Return the system prompt that offers these tools where the setting is `default`, else the setting as it is.
 
-    `tools` are names, or schemas by name, without which a set of tools cannot be introduced. `form` is the value of
-    protocol.format.
+    `tools` are names, or schemas by name, which a set of tools needs. `form` is the value of protocol.format.
     """
     if setting != "default":
         return setting

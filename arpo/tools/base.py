@@ -1,4 +1,4 @@
-"""The background loop that runs tools while the engine keeps decoding, and wrappers of tools."""
+"""The background loop that runs tools while the engine keeps decoding."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from arpo.errors import UserError
 from arpo.start.exits import wait_or_end
 from arpo.tools.interface import Tool, ToolContext, ToolResult, answer
 from arpo.tools.sessions import make_sessions
 
-__all__ = ["MutedTool", "PricedTool", "Tool", "ToolContext", "ToolResult", "ToolRunner"]
+__all__ = ["MutedTool", "Tool", "ToolContext", "ToolResult", "ToolRunner"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,24 +26,6 @@ CLOSE_TIMEOUT_S = 30.0
 NOT_THE_USERS = str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parent)
 TELL_AFTER_S = 600.0
 """A rank that does nothing but wait for tools says so each time that this long has passed."""
-
-
-@dataclass(frozen=True)
-class PricedTool:
-    """A tool that costs `price` for every call that it answers itself: not from a cache, and not with an error.
-
-    In all else it is the tool.
-    """
-
-    tool: Tool
-    price: float
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tool, name)
-
-    async def run(self, argument: str, context: ToolContext | None = None, session: Any = None) -> ToolResult:
-        result = await answer(self.tool, argument, context, session)
-        return replace(result, cost=self.price) if result.ok and not result.cached else result
 
 
 @dataclass(frozen=True)
@@ -121,7 +102,9 @@ class ToolRunner:
         except UserError as error:
             self._done.put((rollout, call_id, error))
         except (Exception, SystemExit) as error:  # whatever it is: hours of training must not end with it
-            self._tell_of(tool.tag, error)
+            if (tool.tag, type(error)) not in self._told:  # how many follow is a metric
+                self._told.add((tool.tag, type(error)))
+                logger.warning("the %s tool raised an exception; its trajectory is dropped", tool.tag, exc_info=error)
             text, seconds = f"Error: the {tool.tag} tool failed.", time.perf_counter() - started
             failure = ToolResult(text, ok=False, seconds=seconds, error_kind="exception", infra_error=True)
             self._done.put((rollout, call_id, failure))
@@ -129,13 +112,6 @@ class ToolRunner:
             self._done.put((rollout, call_id, error))
         finally:
             self._running[tool.tag] -= 1
-
-    def _tell_of(self, tag: str, error: BaseException) -> None:
-        """Show the traceback of the first exception of each kind; how many follow is a metric."""
-        kind = (tag, type(error))
-        if kind not in self._told:
-            self._told.add(kind)
-            logger.warning("the %s tool raised an exception; its trajectory is dropped", tag, exc_info=error)
 
     def collect(self, *, block: bool) -> list[tuple[str, ToolResult]]:
         """Return all finished calls; with `block`, wait for at least one (there must be one pending)."""

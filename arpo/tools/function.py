@@ -16,7 +16,6 @@ from arpo.protocol.function_schema import schema_of
 from arpo.protocol.schema import arguments_of
 from arpo.tools.base import ToolResult
 
-DEADLINE_S = 30.0
 MAX_CONCURRENT = 32
 """Most calls of one function that run at the same time; the others wait, which does not count against the deadline."""
 
@@ -27,10 +26,7 @@ class FunctionTool:
     A coroutine function runs on the loop of the tools, any other in a thread, which nothing ends after the deadline.
     """
 
-    about = None
-    """The default system prompt introduces it by its schema."""
-
-    def __init__(self, function: Callable[..., Any], *, deadline_s: float = DEADLINE_S):
+    def __init__(self, function: Callable[..., Any], *, deadline_s: float = 30.0):
         """Raises UserError for a function whose types or docstring do not say what it takes."""
         self.schema = schema_of(function)
         self.tag = self.schema.name
@@ -50,7 +46,10 @@ class FunctionTool:
             deadline = asyncio.timeout(self.deadline_s)
             try:
                 async with deadline:
-                    return ToolResult(_text_of(await self._call(arguments)), ok=True)
+                    call = partial(self._function, **arguments)
+                    is_async = inspect.iscoroutinefunction(self._function)
+                    value = await (call() if is_async else on_thread(f"arpo-{self.tag}", call))
+                    return ToolResult(_text_of(value), ok=True)
             except UserError:
                 raise
             except Exception as error:
@@ -58,11 +57,6 @@ class FunctionTool:
                     text = f"Error: {self.tag} gave no answer within {self.deadline_s:g} s."
                     return ToolResult(text, ok=False, error_kind="timeout")
                 return ToolResult(f"{type(error).__name__}: {error}", ok=False, error_kind="error")
-
-    async def _call(self, arguments: dict[str, Any]) -> Any:
-        if inspect.iscoroutinefunction(self._function):
-            return await self._function(**arguments)
-        return await on_thread(f"arpo-{self.tag}", partial(self._function, **arguments))
 
     async def aclose(self) -> None:
         """Nothing to release."""
@@ -75,11 +69,8 @@ def _text_of(value: Any) -> str:
 
 
 async def on_thread(name: str, work: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what `work` returns, or raise what it raises, in a thread of its own.
-
-    A thread cannot be ended: one that hangs is left to itself, and does not keep the run from ending, as one of
-    asyncio's would.
-    """
+    """Return what `work` returns, or raise what it raises, in a thread of its own. One that hangs cannot be ended, but
+    does not keep the run from ending, as one of asyncio's would."""
     answer: Future[Any] = Future()
 
     def run() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -69,8 +68,8 @@ class Tool(Protocol):
     """The interface of a tool. It never raises for what the model wrote, and has its own deadline, retries and errors.
 
     A class in the table of tools (arpo/tools/__init__.py) also has `about`, an `arpo.protocol.prompts.About`. `run` may
-    have a parameter `context`, a ToolContext. A tool with state also has `make_sessions`
-    (arpo/tools/sessions.py).
+    have a parameter `context`, a ToolContext. A tool with state also has `make_sessions` (arpo/tools/sessions.py).
+    `make_tools` gives it the `price_per_call` of the config.
     """
 
     tag: str
@@ -91,16 +90,13 @@ class ToolSet(Protocol):
         """Return the tools, by tag. One with a method `take_counts` has its counts logged, as tools/NAME."""
 
 
-@functools.cache
-def _wanted(run: Callable) -> frozenset[str]:
-    return frozenset(inspect.signature(run).parameters) & {"context", "session"}
-
-
 async def answer(tool: Tool, argument: str, context: ToolContext | None, session: Any = None) -> ToolResult:
-    """Run a call, with what the tool's `run` has parameters for. Raises UserError where it returns something else."""
-    wanted = _wanted(getattr(type(tool), "run", tool.run))
+    """Run a call, with what the tool's `run` has parameters for, and charge for what the tool itself has answered: not
+    its cache, and not an error. Raises UserError where it returns something else."""
+    wanted = inspect.signature(tool.run).parameters
     given = {"context": context, "session": session}
-    result = await tool.run(argument, **{name: given[name] for name in wanted})
+    result = await tool.run(argument, **{name: value for name, value in given.items() if name in wanted})
     if not isinstance(result, ToolResult):
         raise UserError(f"the {tool.tag} tool: run returned {type(result).__name__}; return a ToolResult")
-    return result
+    price = getattr(tool, "price_per_call", 0.0)
+    return replace(result, cost=price) if price and result.ok and not result.cached else result

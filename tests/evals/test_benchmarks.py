@@ -38,7 +38,7 @@ def test_every_published_file_loads_whole(name):
     assert len(prompts) == ROWS[name] and len({p.prompt_id for p in prompts}) == ROWS[name]
     for prompt in prompts:
         assert [m["role"] for m in prompt.messages] == ["system", "user"]
-        assert prompt.messages[0]["content"] in {kind.system_prompt for kind in PROMPTS.values()}
+        assert prompt.messages[0]["content"] in {text for text, _ in PROMPTS.values()}
         assert prompt.answers and all(answer.strip() and "####" not in answer for answer in prompt.answers)
     if BENCHMARKS[name].grader == "math":
         assert all(math_accuracy(p.answers[0], p.answers) == 1.0 for p in prompts[:20])
@@ -73,7 +73,7 @@ def test_chinese_questions_are_asked_in_chinese_and_others_as_in_training(data_d
 
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_a_prompt_speaks_of_exactly_the_tools_that_it_offers(kind):
-    text, tools = PROMPTS[kind].system_prompt, PROMPTS[kind].tools
+    text, tools = PROMPTS[kind]
     for tag in reserved_tags(PAPER_TOOLS):
         offered = tag in ("think", "answer") or tag in tools or (tag == "result" and tools)
         assert (f"<{tag}>" in text and f"</{tag}>" in text) == bool(offered), tag

@@ -64,7 +64,7 @@ def impatient(judge: Judge, deadline_s: float) -> Judge:
     ],
 )
 def test_a_plain_correct_is_correct(text):
-    assert parse_verdict(text) is True
+    assert parse_verdict(text).status == "correct"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_plain_correct_is_correct(text):
     ],
 )
 def test_anything_less_than_correct_is_not(text):
-    assert parse_verdict(text) is False
+    assert parse_verdict(text).status == "incorrect"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_anything_less_than_correct_is_not(text):
     ],
 )
 def test_an_unclear_reply_is_no_verdict(text):
-    assert parse_verdict(text) is None
+    assert parse_verdict(text).status == "unparsable"
 
 
 def test_a_prediction_cannot_write_the_judges_tags():

@@ -15,7 +15,8 @@ from arpo.metrics import Metrics, rollout_metrics
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.sampling.sampler import rollout
 from arpo.tools import make_tools, prices
-from arpo.tools.base import PricedTool, ToolResult, ToolRunner
+from arpo.tools.base import ToolResult, ToolRunner
+from arpo.tools.interface import answer
 from arpo.tools.search import SearchTool
 from arpo.trajectory import Group, ToolCall, Trajectory, Turn
 
@@ -141,10 +142,11 @@ def test_percentiles_are_those_of_all_values():
 def test_identical_searches_at_once_are_paid_once(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"contents": "the otter is wet"}\n')
-    tool = PricedTool(SearchTool(SearchConfig(backend="local", corpus=str(corpus))), 1.0)
+    tool = SearchTool(SearchConfig(backend="local", corpus=str(corpus)))
+    tool.price_per_call = 1.0
 
     async def eight() -> list[ToolResult]:
-        results = await asyncio.gather(*(tool.run("otter") for _ in range(8)))
+        results = await asyncio.gather(*(answer(tool, "otter", None) for _ in range(8)))
         await tool.aclose()
         return results
 

@@ -256,14 +256,11 @@ async def probe(client: HttpClient, payload: dict[str, Any], parse: Callable[[An
         await client.aclose()
 
 
-def probed(
-    make_client: Callable[[], HttpClient], payload: dict[str, Any], parse: Callable[[Any], Any], what: str, fix: str
-) -> HttpClient:
-    """Return a client of a service that rank 0 has asked something small before; see `probe`."""
+def probed(client: HttpClient, payload: dict[str, Any], parse: Callable[[Any], Any], what: str, fix: str) -> HttpClient:
+    """Return the client after rank 0 has asked its service something small; see `probe`."""
     if os.environ.get("RANK", "0") == "0":
         with ThreadPoolExecutor(1) as thread:  # a loop of its own: the caller may be inside one
-            thread.submit(lambda: asyncio.run(probe(make_client(), payload, parse, what, fix))).result()
-    client = make_client()
+            thread.submit(asyncio.run, probe(client, payload, parse, what, fix)).result()
     client.was_probed()
     return client
 

@@ -16,8 +16,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
-from arpo.errors import UserError
-
 logger = logging.getLogger(__name__)
 
 
@@ -77,9 +75,6 @@ class LocalRateLimit:
     """A limit on the calls of this process. For one event loop."""
 
     def __init__(self, calls_per_s: float):
-        """Raises UserError for a number with which no call could be made."""
-        if not (calls_per_s > 0 and math.isfinite(calls_per_s)):
-            raise UserError(f"the rate limit must be above 0 calls per second, not {calls_per_s:g}")
         self.calls_per_s = calls_per_s
         self._next_s = 0.0  # time.monotonic
 

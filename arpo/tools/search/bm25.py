@@ -58,26 +58,21 @@ class Bm25Index:
     def __init__(self, corpus: str | Path):
         """Opens the index of the corpus as it is now, or builds it. Raises UserError for an unusable corpus."""
         try:
-            self.path, (searcher, self.corpus_sha256) = _ready_index(Path(corpus))
+            self.path, (self._searcher, self.corpus_sha256) = _ready_index(Path(corpus))
         except OSError as error:
             problem = f"{corpus}: cannot read or index the corpus ({error.strerror or error})"
             raise UserError(f"{problem}; set tools.search.corpus to a jsonl file") from None
-        self._searcher = searcher
 
-    def search(self, query: str, top_k: int, *, deadline_s: float = 30.0) -> list[str]:
+    def search(self, query: str, top_k: int) -> list[str]:
         """Return the `top_k` best passages, best first; equally good ones in the order of the corpus. [] = no match.
-
-        Raises TimeoutError after `deadline_s`, which is looked at between passes over the index, not within one (they
-        take milliseconds), and OSError where the index has been damaged since it was opened.
-        """
-        ends = time.monotonic() + deadline_s
+        Raises OSError where the index has been damaged since it was opened."""
         terms = ranking_terms(ANALYZER.analyze(unicodedata.normalize("NFC", query).encode("utf-8", "replace").decode()))
         if not terms:
             return []
         each = [Query.term_query(SCHEMA, "words", term, index_option="freq") for term in terms]
         expression = Query.boolean_query([(Occur.Should, one) for one in each])
         try:
-            best = self._best(expression, top_k, ends)
+            best = self._best(expression, top_k)
             return [self._searcher.doc(address).get_first("shown").decode() for address in best]
         except BaseException as error:
             # Rust panics on a file that has changed under it; that is no Exception, and its class cannot be imported.
@@ -85,12 +80,10 @@ class Bm25Index:
                 raise
             raise OSError(f"{self.path}: {error}; delete the folder, it is built anew") from None
 
-    def _best(self, expression: Query, top_k: int, ends: float) -> list[tantivy.DocAddress]:
+    def _best(self, expression: Query, top_k: int) -> list[tantivy.DocAddress]:
         """Return the `top_k` best by score, then row; for that it looks at all that are as good as the last of them."""
         limit = 2 * top_k + 16
         while True:
-            if time.monotonic() > ends:
-                raise TimeoutError("no answer before the deadline")
             limit = min(limit, self._searcher.num_docs)
             hits = self._searcher.search(expression, limit, count=False).hits  # counting would visit every hit
             if len(hits) < limit or limit == self._searcher.num_docs or hits[-1][0] < hits[top_k - 1][0]:

@@ -56,8 +56,7 @@ class ReadingBackend:
         self._extractor = Extractor()
         self._summarizer: HttpClient | None = None
         if cfg.summarizer_url and not cfg.replays:
-            make_summarizer = partial(
-                HttpClient,
+            client = HttpClient(
                 "summarizer",
                 chat_url(cfg.summarizer_url),
                 HttpPolicy(deadline_s=cfg.deadline_s),
@@ -66,8 +65,7 @@ class ReadingBackend:
             )
             request = chat_request(cfg.summarizer_model, "Say: ready", max_tokens=8, temperature=0.0)
             fix = "start the model there, or set tools.search.read_pages 0"
-            what = "tools.search.summarizer_url:"
-            self._summarizer = probed(make_summarizer, request, chat_content, what, fix)
+            self._summarizer = probed(client, request, chat_content, "tools.search.summarizer_url:", fix)
         self.num_read = 0
         self.num_failed: Counter[str] = Counter()
         """Failures by kind: page, summary."""
@@ -81,11 +79,8 @@ class ReadingBackend:
 
     async def aclose(self) -> None:
         """Close everything, and say how many pages failed. No call may be running. Safe to call twice."""
-        await self._search.aclose()
-        await self._fetcher.aclose()
-        await self._extractor.aclose()
-        if self._summarizer is not None:
-            await self._summarizer.aclose()
+        for part in filter(None, (self._search, self._fetcher, self._extractor, self._summarizer)):
+            await part.aclose()
         if self.num_failed:
             failed = ", ".join(f"{count} x {what}" for what, count in sorted(self.num_failed.items()))
             logger.warning("pages: %d read; failed: %s", self.num_read, failed)

@@ -1,8 +1,7 @@
 """Fetch a web page that a stranger chose: within limits, and never from inside the own network.
 
-Addresses are checked twice: all that a name stands for when it is looked up, and the one of every socket. So a name
-that stands for another address a moment later gains nothing, nor does a redirect. Proxies of the environment are not
-used, since they would look the name up themselves.
+The address of every socket is checked before it connects, whatever name or redirect has led there. Proxies of the
+environment are not used, since they would look the name up themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ MAX_PAGE_BYTES = 5_000_000
 """Largest accepted page, decompressed."""
 KINDS = {"text/html": "html", "application/xhtml+xml": "html", "application/pdf": "pdf", "text/plain": "plain"}
 _HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; arpo-torch)", "Accept": ", ".join(KINDS)}
-_REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _RESERVED = [  # by IANA or an old RFC, but public to Python's ipaddress, at least in its older versions
     ipaddress.ip_network(block)
@@ -73,18 +71,6 @@ def _is_own(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
         return False  # it is another machine's, or of a protocol that this one lacks
 
 
-class _CheckedResolver(ThreadedResolver):
-    def __init__(self, check: Callable[[str], None]):
-        super().__init__()
-        self._check = check
-
-    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC):
-        found = await super().resolve(host, port, family)
-        for entry in found:
-            self._check(entry["host"])
-        return found
-
-
 class PageFetcher(OwnsSession):
     """Fetches at most `max_concurrent` pages at a time, on one event loop."""
 
@@ -121,13 +107,13 @@ class PageFetcher(OwnsSession):
         if parts.username is not None or parts.password is not None:
             raise PageRefused("an address with a user or password")
         session = self._open_session(
-            resolver=_CheckedResolver(self._check),
+            resolver=ThreadedResolver(),
             socket_factory=self._checked_socket,
             use_dns_cache=False,
             force_close=True,  # pages are from everywhere
         )
         async with session.get(url, headers=_HEADERS, allow_redirects=False) as response:
-            if response.status in _REDIRECTS and "Location" in response.headers:
+            if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
                 return response.headers["Location"]
             if response.status != 200:
                 raise PageRefused(f"HTTP {response.status}")
@@ -140,11 +126,8 @@ class PageFetcher(OwnsSession):
             return body, kind
 
     def _checked_socket(self, addr_info: tuple) -> socket.socket:
-        """Make a socket if its address may be connected to; addresses that need no look-up are checked here only."""
+        """Make a socket if its address may be connected to."""
         family, kind, protocol, _, address = addr_info
-        self._check(address[0])
+        if not self._may_connect(address[0]):
+            raise PermissionError(errno.EACCES, f"{address[0]} is not a public address")
         return socket.socket(family, kind, protocol)
-
-    def _check(self, address: str) -> None:
-        if not self._may_connect(address):
-            raise PermissionError(errno.EACCES, f"{address} is not a public address")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -37,7 +38,6 @@ class Backend(Protocol):
 
     async def search(self, query: str) -> str:
         """Return the text for the model; NO_RESULTS where nothing matches."""
-        ...
 
     async def aclose(self) -> None: ...
 
@@ -57,7 +57,8 @@ class LocalBackend:
         }
 
     async def search(self, query: str) -> str:
-        passages = await asyncio.to_thread(self.index.search, query, self.top_k, deadline_s=self.deadline_s)
+        async with asyncio.timeout(self.deadline_s):
+            passages = await asyncio.to_thread(self.index.search, query, self.top_k)
         return format_passages(passages, MAX_PASSAGE_CHARS)
 
     async def aclose(self) -> None:
@@ -117,9 +118,10 @@ class SearchTool:
         return replace(result, cached=True) if joins and result.ok else result  # nobody was asked, nobody is paid
 
     async def _answer(self, query: str) -> ToolResult:
-        recorded = await asyncio.to_thread(self._recorded, query) if self.cache else None
-        if recorded is not None:
-            return ToolResult(recorded, ok=True, cached=True)
+        if self.cache:
+            read = partial(self.cache.get, self._key(query)) if self.backend else self.cache.get_any
+            if (recorded := await asyncio.to_thread(read, query)) is not None:
+                return ToolResult(recorded, ok=True, cached=True)
         if self.cfg.replays:
             if self.cfg.mode == "replay_strict":
                 raise UserError(f"{self.cfg.cache}: no recorded result for {query!r}; record it, or set mode replay")
@@ -136,9 +138,6 @@ class SearchTool:
         if self.cache:
             await asyncio.to_thread(self.cache.put, self._key(query), self.cfg.backend, query, text)
         return ToolResult(text, ok=True)
-
-    def _recorded(self, query: str) -> str | None:
-        return self.cache.get(self._key(query), query) if self.backend else self.cache.get_any(query)
 
     def _key(self, query: str) -> bytes:
         return cache_key(self.cfg.backend, self.backend.params, query)

@@ -11,7 +11,6 @@ import re
 import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from arpo.config.named import is_own
@@ -174,8 +173,7 @@ class HttpBackend:
         self.params = self._service.params(cfg)
         self._client: HttpClient | None = None
         if not cfg.replays:
-            make_client = partial(
-                HttpClient,
+            client = HttpClient(
                 cfg.backend,
                 cfg.url or self._service.url,
                 HttpPolicy(deadline_s=cfg.deadline_s),
@@ -188,7 +186,7 @@ class HttpBackend:
             place = " at tools.search.url" if cfg.url else ""
             fix = f"start or repair the service{place}, or set tools.search.mode replay"
             asked = self._service.payload(cfg, "weather")
-            self._client = probed(make_client, asked, self._service.passages, "tools.search.backend", fix)
+            self._client = probed(client, asked, self._service.passages, "tools.search.backend", fix)
 
     async def search(self, query: str) -> str:
         return format_passages([found.text for found in await self.find(query)], MAX_PASSAGE_CHARS)
