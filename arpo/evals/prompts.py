@@ -10,7 +10,6 @@ from arpo.protocol.prompts import with_system_prompt
 from arpo.tools import system_prompt_for
 from arpo.trajectory import Prompt
 
-
 _TOOLS = {"code_search": ("python", "search"), "search": ("search",), "math": ("python",), "base": ()}
 PROMPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{kind: (system_prompt_for("default", tools), tools) for kind, tools in _TOOLS.items()},
