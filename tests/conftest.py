@@ -16,6 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 from helpers.models import build_tiny_model
+from helpers.worker_line import close_line_in_forks
 
 gc.disable()  # until pytest_collection_finish: a quarter of what importing the tests computes
 
@@ -28,6 +29,10 @@ LONGEST_FIRST = ["test_kill_points.py", "test_end_to_end.py", "test_every_algori
 
 SLOW_S = 1500.0
 """When a slow test hangs. On two quiet cores the longest takes four minutes."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    close_line_in_forks(session.config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
