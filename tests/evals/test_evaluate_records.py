@@ -217,8 +217,8 @@ def test_other_weights_in_the_same_folder_are_another_model_and_a_copy_is_not(tm
 def test_a_run_says_what_it_was_made_with(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     claim_run(tmp_path, config(tmp_path))
-    for code in ("commit 1", "commit 1", "commit 2"):
-        monkeypatch.setattr(contents, "code_version", lambda code=code: code)
+    for commit in "112":
+        monkeypatch.setattr(contents, "_git", lambda *_, commit=commit: f"{commit}\n")
         record_session(tmp_path, {})
     about, _ = about_run(tmp_path)
     minute = r"\d{4}-\d\d-\d\d \d\d:\d\d UTC"
