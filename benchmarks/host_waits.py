@@ -67,10 +67,10 @@ def waits_of_engine_step(engine: Engine) -> Counter[str]:
     """Return the waits by line of what we do in a decode step: the sampler's hook, then a chunk for each request."""
     [gather] = engine.llm.collective_rpc(lambda worker: worker.model_runner.sampler.gather_logprobs)
     with fake_cuda() as stalls:
-        logits = torch.randn(4, 2048, device=CUDA)
+        logprobs = torch.randn(4, 2048, device=CUDA).log_softmax(-1)
         token_ids = torch.zeros(4, dtype=torch.int64, device=CUDA)
         stalls.clear()
-        tensors = gather(logits, 1, token_ids)
+        tensors = gather(logprobs, 1, token_ids)
         waits = Counter(stalls.waits)
         rows = tensors.logprobs.tolist()  # vLLM's own transfer, with the sampled tokens; `chunk` gets lists
         stalls.clear()

@@ -43,7 +43,7 @@ def llm_arguments(
         "max_num_batched_tokens": max(cfg.max_num_batched_tokens, 0 if on_gpu else max_model_len),  # a whole prompt
         "enforce_eager": not on_gpu or cfg.cuda_graphs == "never",
         "enable_prefix_caching": True,
-        "logprobs_mode": "raw_logits",  # `sampled_and_entropy` needs no log-softmax of all of them
+        "logprobs_mode": "raw_logprobs" if on_gpu else "raw_logits",  # what the hooks of the sampler take
         "max_logprobs": MAX_TOP_LOGPROBS + 1,
         "use_tqdm_on_load": False,
         "limit_mm_per_prompt": {"image": 0, "video": 0},  # so that a model with a vision tower is loaded without it

@@ -31,7 +31,7 @@ from arpo.engine.noise import compile_draw, install_noise_hook
 from arpo.engine.requests import Chunk, SamplingSpec
 from arpo.engine.weight_sync import check_checkpoint, expected_parameters, full_tensors, renew_tied_head
 from arpo.errors import UserError
-from arpo.model.head import sampled_and_entropy
+from arpo.model.head import sampled_and_entropy, sampled_and_entropy_on_cpu
 from arpo.model.loading import text_name
 from arpo.ranks import RandomState
 
@@ -226,25 +226,30 @@ class Engine:
         if self.device.type == "cuda":
             install_noise_hook(runner, compile_draw(runner.input_batch.vocab_size, self.device))
 
-    def gather_logprobs(self, runner, logits: Tensor, num_logprobs: int, token_ids: Tensor):
-        """Return the sampled tokens' logprobs, entropies and top K in vLLM's type, from the raw logits (N, V).
+    def gather_logprobs(self, runner, scores: Tensor, num_logprobs: int, token_ids: Tensor):
+        """Return the sampled tokens' logprobs, entropies and top K in vLLM's type, from (N, V) log-softmax, on a CPU
+        from logits.
 
         Called within `step`, so that self.temperature is that of the sampled rows: with asynchronous scheduling too,
         where the numbers come out one step later.
         """
         from vllm.v1.outputs import LogprobsTensors
 
-        measured = None if logits.is_cuda else self.rows_to_measure(runner.input_batch, len(logits))
-        values = sampled_and_entropy(logits, token_ids, num_logprobs - 1, self.temperature, measured)
+        num_top = num_logprobs - 1
+        if scores.is_cuda:
+            values = sampled_and_entropy(scores, token_ids, num_top, self.temperature)
+        else:
+            measured = self.rows_to_measure(runner.input_batch, len(scores))
+            values = sampled_and_entropy_on_cpu(scores, token_ids, num_top, self.temperature, measured)
         ids = token_ids.to(torch.int32).unsqueeze(-1).expand_as(values).contiguous()  # nobody reads them
         return LogprobsTensors(ids, values, torch.ones_like(token_ids))
 
-    def rows_to_measure(self, input_batch, num_rows: int) -> set[int]:
+    def rows_to_measure(self, input_batch, num_rows: int) -> Tensor:
         """Return the rows of this step whose entropies anyone may read: those of a request's first tokens."""
         wanted = [request.spec.num_entropy_tokens for request in self.running.values()]
         most = math.inf if -1 in wanted else max(wanted, default=0)
         num_sampled = input_batch.num_tokens_no_spec[:num_rows] - input_batch.num_prompt_tokens[:num_rows]
-        return set((num_sampled < most).nonzero()[0].tolist())
+        return torch.from_numpy((num_sampled < most).nonzero()[0])
 
     def drain(self) -> None:
         """Finish the step that asynchronous scheduling has begun for requests that have ended meanwhile."""

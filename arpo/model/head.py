@@ -2,14 +2,12 @@
 
 The (tokens, vocab) logits of one 16k-token micro-batch with a 152k vocabulary are 10 GB in float32, and autograd wants
 several copies. Here they exist for `chunk_tokens` tokens only, in forward and again (recomputed) in backward.
-`sampled_and_entropy` is the sampler's side, from the logits that vLLM has of a step's tokens.
+`sampled_and_entropy` is the sampler's side: vLLM has a step's logits, or their log-softmax, anyway.
 
 Legend: N tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
-
-from collections.abc import Container
 
 import torch
 from torch import Tensor
@@ -17,6 +15,8 @@ from torch.autograd.function import once_differentiable
 
 CACHED_LOGITS = 1 << 20
 """Logits, in float32, that stay in a CPU's caches while one pass after the other goes over them."""
+CACHED_ROWS = 1 << 16
+"""The same within a step of the sampler, where the model's matrices have taken the larger caches."""
 
 
 def token_logprobs(
@@ -130,29 +130,37 @@ def chunk_gradient(
     return grad.to(dtype)
 
 
-def sampled_and_entropy(
-    logits: Tensor, token_ids: Tensor, num_top: int, temperature: float, measured: Container[int] | None = None
-) -> Tensor:
-    """Return (N, 2 + num_top): [sampled logprob, entropy, top 1, ..., top K] of (N, V) float32 logits.
+def sampled_and_entropy(logprobs: Tensor, token_ids: Tensor, num_top: int, temperature: float) -> Tensor:
+    """Return (N, 2 + num_top): [sampled logprob, entropy, top 1, ..., top K] of (N, V) log-softmax at temperature 1.
 
-    The sampled logprob is that of softmax(logits / T), the others are those at temperature 1. Greedy sampling (T = 0)
-    reports the distribution at T = 1. Rows that are not `measured` (None = all are) have zeros in place of the others;
-    a GPU, which has them almost for nothing, takes all rows at once.
+    The sampled logprob is that of softmax(logits / T), where log-softmax stands in for the logits: they differ by a
+    constant per row. Greedy sampling (T = 0) reports the distribution at T = 1.
+    """
+    sampled = logprobs.gather(-1, token_ids.unsqueeze(-1))  # (N, 1)
+    if temperature not in (0, 1):
+        sampled = sampled / temperature - torch.logsumexp(logprobs / temperature, dim=-1, keepdim=True)
+    entropy = -(logprobs.exp() * logprobs).sum(-1, keepdim=True)
+    return torch.cat([sampled, entropy, logprobs.topk(num_top, dim=-1).values], dim=-1)
+
+
+def sampled_and_entropy_on_cpu(
+    logits: Tensor, token_ids: Tensor, num_top: int, temperature: float, measured: Tensor
+) -> Tensor:
+    """Return the same from (N, V) float32 logits; only `measured` rows, (M,) int64, have more than a sampled logprob.
+
+    A CPU's passes over the vocabulary cost as much as its matrices. These stay in its caches, a few rows at a time.
     """
     temperature = temperature or 1.0
-    parts = logits.split(len(logits) if logits.is_cuda else 1)  # row by row stays in a CPU's cache
-    tempered = (part if temperature == 1 else part / temperature for part in parts)
-    normalizers = torch.cat([part.logsumexp(-1, keepdim=True) for part in tempered])
-    sampled = logits.gather(-1, token_ids.unsqueeze(-1)) / temperature - normalizers  # (N, 1)
-    nothing = logits.new_zeros(1, 1 + num_top)
-    others = [
-        entropy_and_top(part, num_top) if measured is None or row in measured else nothing
-        for row, part in enumerate(parts)
-    ]
-    return torch.cat([sampled, torch.cat(others)], dim=-1)
+    size = max(1, CACHED_ROWS // logits.shape[1])
+    normalizers = torch.cat([log_normalizer(part, temperature) for part in logits.split(size)])
+    sampled = logits.gather(-1, token_ids.unsqueeze(-1)) / temperature - normalizers
+    found = torch.cat([sampled, logits.new_zeros(len(logits), 1 + num_top)], dim=-1)
+    for rows in measured.split(size):
+        found[rows, 1:] = sampled_and_entropy(logits[rows].log_softmax(-1), token_ids[rows], num_top, 1.0)[:, 1:]
+    return found
 
 
-def entropy_and_top(logits: Tensor, num_top: int) -> Tensor:
-    """Return (N, 1 + num_top): the entropy in nats and the K largest logprobs of softmax(logits)."""
-    log_p = logits.log_softmax(-1)
-    return torch.cat([-(log_p.exp() * log_p).sum(-1, keepdim=True), log_p.topk(num_top, dim=-1).values], dim=-1)
+def log_normalizer(logits: Tensor, temperature: float) -> Tensor:
+    """Return (N, 1): log sum exp(logits / temperature), in half of logsumexp's time."""
+    top = logits.amax(-1, keepdim=True)
+    return top / temperature + (logits - top).div_(temperature).exp_().sum(-1, keepdim=True).log_()

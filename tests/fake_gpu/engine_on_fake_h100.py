@@ -101,7 +101,7 @@ def sampler(temperature: float, top_p: float | None = None) -> dict:
     logits = (torch.randn(N, V, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
     positions = torch.arange(N) * 7 + 3
     runner = SimpleNamespace(
-        sampler=Sampler(logprobs_mode="raw_logits"),
+        sampler=Sampler(logprobs_mode="raw_logprobs"),
         input_batch=SimpleNamespace(num_tokens_no_spec=positions.int().numpy()),
     )
     native = runner.sampler.topk_topp_sampler.forward.__name__

@@ -85,11 +85,11 @@ def test_supervised_training_waits_for_the_gradient_norm_only(tiny_model_dir):
 def test_the_samplers_hook_leaves_its_numbers_on_the_gpu():
     """vLLM reads them with the sampled tokens; the engine's own part of a step waits for nothing."""
     with fake_cuda() as stalls:
-        logits = torch.randn(4, 50, device=CUDA)
+        logprobs = torch.randn(4, 50, device=CUDA).log_softmax(-1)
         ids = torch.tensor([3, 1, 4, 1], device=CUDA)
         stalls.clear()
         for temperature in (1.0, 0.6, 0.0):
-            assert sampled_and_entropy(logits, ids, 3, temperature).is_cuda
+            assert sampled_and_entropy(logprobs, ids, 3, temperature).is_cuda
         assert not stalls.waits and not stalls.uploads
 
 
