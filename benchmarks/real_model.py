@@ -1,7 +1,7 @@
 """A pretrained language model of 135M on a CPU: rollout against raw vLLM, update against a plain transformers loop.
 
     make demo-llm                                    # leaves data/llm and runs/llm_sft
-    python benchmarks/real_model.py [--quick] [--dtype bfloat16]
+    python benchmarks/real_model.py [--quick] [--dtype float32]
 
 One rank, the settings of configs/llm_arpo.yaml, but without branching, so that all trajectories are whole. Both sides
 compute in the same dtype; the weights that are updated are float32.
@@ -187,7 +187,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two questions, one repeat, and only where the model is")
     parser.add_argument("--model", default="runs/llm_sft/hf")
     parser.add_argument("--train", default="data/llm/rl_train.jsonl")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    usual = "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"  # as `make demo-llm` takes it
+    parser.add_argument("--dtype", default=usual, choices=("float32", "bfloat16"))
     args = parser.parse_args()
     if not (Path(args.model).is_dir() and Path(args.train).exists()):
         print(f"skipped: no {args.model} or {args.train}; `make demo-llm` makes them")
