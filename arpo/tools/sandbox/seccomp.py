@@ -61,11 +61,7 @@ def program(*, allow_children: bool, only_pid: int | None = None, may_hide: bool
     # asyncio needs socketpair; but a datagram socket can send to any address, connected or not
     datagram = [(AND, 0, 0, SOCK_TYPE_MASK), *_if(JUMP_EQUAL, SOCK_DGRAM, RETURN_ERRNO | errno.EPERM)]
     code += _on_argument(single["socketpair"], 1, datagram)
-    # RLIMIT_DATA knows neither what may grow like a stack nor shared memory of no file, which is in nobody's RSS either
-    # once it is unmapped
-    growing = _if(JUMP_BITS, MAP_GROWSDOWN, RETURN_ERRNO | errno.EPERM)
-    shared = _if(JUMP_EQUAL, MAP_SHARED_ANONYMOUS, RETURN_ERRNO | errno.ENOMEM)
-    code += _on_argument(single["mmap"], 3, [*growing, (AND, 0, 0, MAP_SHARED_ANONYMOUS), *shared])
+    code += _on_argument(single["mmap"], 3, _uncounted_memory())
     # the kernel's memory, up to some MB per socket, which no limit of a process counts
     code += _on_argument(single["setsockopt"], 2, _if_any(SOCKET_BUFFERS, RETURN_ERRNO | errno.EPERM))
     # a file without a name, which no quota that goes by names finds; tempfile then makes one with a name
@@ -108,6 +104,16 @@ def install(filter_program: bytes) -> None:
     header_buffer = ctypes.create_string_buffer(header, len(header))
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     kernel.prctl(kernel.PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header_buffer))
+
+
+def _uncounted_memory() -> list[Instruction]:
+    """Return the tests of an mmap's flags. RLIMIT_DATA knows neither kind: shared memory of no file, which is in
+    nobody's RSS either once it is unmapped, and what may grow like a stack."""
+    return [
+        *_if(JUMP_BITS, MAP_GROWSDOWN, RETURN_ERRNO | errno.EPERM),
+        (AND, 0, 0, MAP_SHARED_ANONYMOUS),
+        *_if(JUMP_EQUAL, MAP_SHARED_ANONYMOUS, RETURN_ERRNO | errno.ENOMEM),
+    ]
 
 
 def _if(test: int, value: int, verdict: int) -> list[Instruction]:
