@@ -28,7 +28,7 @@ setup: $(READY)
 $(READY): requirements/$(DEVICE).txt pyproject.toml | $(PY)
 	@rm -f .venv/ready-*
 	@$(MAKE) --no-print-directory install-$(DEVICE)
-	$(PIP) --quiet --no-deps --no-build-isolation -e .  # the commands arpo-rl, arpo-sft, arpo-eval, arpo-view
+	$(PIP) --no-deps --no-build-isolation -e .  # the commands arpo-rl, arpo-sft, arpo-eval, arpo-view
 	@touch $@
 
 $(PY):
