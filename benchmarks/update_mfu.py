@@ -148,14 +148,14 @@ def measure(name: str, ranks: Ranks, repeats: int, row_tokens: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="on a GPU the 0.5B shape, else a tiny one; fewer repeats")
-    parser.add_argument("--shape", choices=SHAPES, help="default: 1.5b on a GPU, else 135m")
+    parser.add_argument("--shape", choices=SHAPES, help="default: 1.5b on a GPU, else tiny")
     parser.add_argument("--row-tokens", type=int, default=0, help="one row of so many tokens")
     parser.add_argument("--hsdp", action="store_true", help="under torchrun: two copies, each over half of the ranks")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = init(shard_size=num_ranks // 2 if args.hsdp else 0)
-    shape = args.shape or ({True: "0.5b", False: "1.5b"} if on_gpu else {True: "tiny", False: "135m"})[args.quick]
+    shape = args.shape or (("0.5b" if args.quick else "1.5b") if on_gpu else "tiny")
     result = measure(shape, ranks, repeats=3 if args.quick else 7, row_tokens=args.row_tokens)
     ranks.close()
     if not ranks.is_main:
