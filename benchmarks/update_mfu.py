@@ -147,7 +147,7 @@ def measure(name: str, ranks: Ranks, repeats: int, row_tokens: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="on a GPU the 0.5B shape, else a tiny one; fewer repeats")
+    parser.add_argument("--quick", action="store_true", help="on a GPU the 0.5B shape, else a tiny one; few repeats")
     parser.add_argument("--shape", choices=SHAPES, help="default: 1.5b on a GPU, else tiny")
     parser.add_argument("--row-tokens", type=int, default=0, help="one row of so many tokens")
     parser.add_argument("--hsdp", action="store_true", help="under torchrun: two copies, each over half of the ranks")
