@@ -15,8 +15,6 @@ from torch.autograd.function import once_differentiable
 
 CACHED_LOGITS = 1 << 20
 """Logits, in float32, that stay in a CPU's caches while one pass after the other goes over them."""
-CACHED_ROWS = 1 << 16
-"""The same within a step of the sampler, where the model's matrices have taken the larger caches."""
 
 
 def token_logprobs(
@@ -146,21 +144,15 @@ def sampled_and_entropy(logprobs: Tensor, token_ids: Tensor, num_top: int, tempe
 def sampled_and_entropy_on_cpu(
     logits: Tensor, token_ids: Tensor, num_top: int, temperature: float, measured: Tensor
 ) -> Tensor:
-    """Return the same from (N, V) float32 logits; only `measured` rows, (M,) int64, have more than a sampled logprob.
-
-    A CPU's passes over the vocabulary cost as much as its matrices. These stay in its caches, a few rows at a time.
+    """Return the same from (N, V) float32 logits; all but the sampled logprob is NaN in rows that are not `measured`,
+    (M,) int64. Few rows at a time stay in a CPU's caches.
     """
     temperature = temperature or 1.0
-    size = max(1, CACHED_ROWS // logits.shape[1])
-    normalizers = torch.cat([log_normalizer(part, temperature) for part in logits.split(size)])
-    sampled = logits.gather(-1, token_ids.unsqueeze(-1)) / temperature - normalizers
-    found = torch.cat([sampled, logits.new_zeros(len(logits), 1 + num_top)], dim=-1)
+    size = max(1, CACHED_LOGITS // logits.shape[1])
+    tempered = (part / temperature for part in logits.split(size))
+    normalizers = torch.cat([part.logsumexp(-1, keepdim=True) for part in tempered])
+    sampled = logits.gather(-1, token_ids.unsqueeze(-1)) / temperature - normalizers  # (N, 1)
+    found = torch.cat([sampled, logits.new_full((len(logits), 1 + num_top), torch.nan)], dim=-1)
     for rows in measured.split(size):
         found[rows, 1:] = sampled_and_entropy(logits[rows].log_softmax(-1), token_ids[rows], num_top, 1.0)[:, 1:]
     return found
-
-
-def log_normalizer(logits: Tensor, temperature: float) -> Tensor:
-    """Return (N, 1): log sum exp(logits / temperature), in half of logsumexp's time."""
-    top = logits.amax(-1, keepdim=True)
-    return top / temperature + (logits - top).div_(temperature).exp_().sum(-1, keepdim=True).log_()
