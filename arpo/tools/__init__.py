@@ -52,7 +52,7 @@ def make_tools(cfg: ToolsConfig) -> dict[str, Tool]:
         made = _make_tool(name, cfg)
         tools |= made.tools() if hasattr(made, "tools") else {made.tag: made}
     for tag, price in price_by_tag.items():
-        tools[tag].price_per_call = price
+        object.__setattr__(tools[tag], "price_per_call", price)  # of a frozen class too
     return tools
 
 
