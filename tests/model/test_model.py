@@ -241,9 +241,9 @@ def test_a_cpus_sampler_finds_what_the_plain_one_finds_of_the_rows_that_are_meas
     expected = sampled_and_entropy(logits.log_softmax(-1), ids, 3, temperature)
     expected[[1, 2, 5], 1:] = torch.nan
     found = sampled_and_entropy_on_cpu(logits, ids, 3, temperature, measured)
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0, equal_nan=True)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0, equal_nan=True)
     nothing = sampled_and_entropy_on_cpu(logits, ids, 3, temperature, measured[:0])
-    torch.testing.assert_close(nothing[:, 0], expected[:, 0], atol=2e-5, rtol=0)
+    torch.testing.assert_close(nothing[:, 0], expected[:, 0], atol=1e-4, rtol=0)
     assert nothing[:, 1:].isnan().all()
 
 
