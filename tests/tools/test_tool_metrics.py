@@ -167,3 +167,30 @@ def test_identical_searches_at_once_are_paid_once(tmp_path):
 def test_a_price_that_makes_no_sense_is_refused(entry, complaint):
     with pytest.raises(UserError, match=rf"tools\.price_per_call: .*{complaint}"):
         prices([entry], ("python", "search"))
+
+
+def test_tools_of_a_file_can_have_a_price_those_of_a_frozen_class_too(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from arpo.protocol.prompts import About\n"
+        "from arpo.protocol.schema import text_schema\n"
+        "from arpo.tools.interface import ToolResult\n"
+        "def echo(text: str) -> str:\n"
+        "    'Say it again.'\n"
+        "    return text\n"
+        "@dataclass(frozen=True)\n"
+        "class Frozen:\n"
+        "    tag = 'frozen'\n"
+        "    about = About('a freezer', 'to freeze, write <frozen> text </frozen>', '<frozen> x </frozen>')\n"
+        "    schema = text_schema('frozen', 'Freeze a text.', 'text', 'Any text.')\n"
+        "    async def run(self, argument):\n"
+        "        return ToolResult(argument, ok=True)\n"
+        "    async def aclose(self): ...\n"
+    )
+    names = tuple(f"{tmp_path}/mine.py:{name}" for name in ("echo", "Frozen"))
+    tools = make_tools(ToolsConfig(names=names, price_per_call=("echo=0.25", "frozen=0.5")))
+    answers = {tag: asyncio.run(answer(tool, '{"text": "x"}', None)) for tag, tool in tools.items()}
+    assert {tag: (found.ok, found.cost) for tag, found in answers.items()} == {
+        "echo": (True, 0.25),
+        "frozen": (True, 0.5),
+    }
