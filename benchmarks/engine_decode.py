@@ -1,6 +1,6 @@
 """Decoding with the engine's GPU defaults against each of them switched off.
 
-    python benchmarks/engine_decode.py [--quick]            (0.6B parameters with random weights; --quick: 60M)
+    python benchmarks/engine_decode.py [--quick]            (0.6B parameters with random weights; --quick: 13M)
 
 usual = CUDA graphs, asynchronous scheduling, noise of all rows in one kernel; eager = without graphs; synchronous =
 without asynchronous scheduling; noise_loop = with vLLM's noise, a request at a time; fp8 = quantised. Each variant is a

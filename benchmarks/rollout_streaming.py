@@ -50,7 +50,7 @@ from benchmarks.shared.two_versions import rounds_of_both, serve_rounds
 TOOL_TURNS = 3
 LATENCY_S = (0.05, 2.0)
 SIZES = {  # tokens of a turn from, to (log-uniform); repeats; rounds of each version
-    "quick": (8, 32, 1, 2),
+    "quick": (4, 12, 1, 2),
     "full": (32, 256, 3, 8),
 }
 

@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few seconds each")
     args = parser.parse_args()
     tool = PythonTool(CONFIG)
-    alone, beside = asyncio.run(measure(tool, seconds=4.0 if args.quick else 30.0))
+    alone, beside = asyncio.run(measure(tool, seconds=2.0 if args.quick else 30.0))
     print(f"tier {tool.sandbox.tier}, {os.cpu_count()} cores, {NUM_HOSTILE} hostile callers")
     for name, values in (("alone", alone), ("beside", beside)):
         median = statistics.median(values)

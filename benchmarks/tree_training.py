@@ -41,7 +41,7 @@ MODELS = {  # hidden, intermediate, layers
     "cuda": {"quick": (1024, 3072, 8), "full": (1536, 8960, 28)},  # full: the layers of Qwen2.5-1.5B
 }
 TOKENS = {  # prompt, sampled per turn, tool result, budget of a micro-batch
-    "cpu": {"quick": (150, 25, 64, 2048), "full": (400, 66, 170, 4096)},  # full: a third of the GPU's
+    "cpu": {"quick": (60, 10, 25, 1024), "full": (400, 66, 170, 4096)},  # full: a third of the GPU's
     "cuda": {"quick": (150, 25, 64, 2048), "full": (1200, 200, 512, 16_384)},
 }
 
@@ -146,7 +146,7 @@ def measure(policy: Policy, runs: dict[str, tuple[str, Callable[[], None]]], dev
     return {name: (statistics.median(times[name][1:]), gradients[name]) for name in runs}
 
 
-def compare(policy: Policy, size: str, device: torch.device, *, contexts: bool) -> dict[str, float]:
+def compare(policy: Policy, size: str, device: torch.device, repeats: int, *, contexts: bool) -> dict[str, float]:
     """Return seconds of all layouts, and how much less the trees compute; padded batches know no contexts."""
     *lengths, budget = TOKENS[device.type][size]
     group = arpo_group(np.random.default_rng(0), *lengths, VOCAB[size], contexts=contexts)
@@ -165,7 +165,7 @@ def compare(policy: Policy, size: str, device: torch.device, *, contexts: bool) 
         transformers_own = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
         runs["padded"] = transformers_own, lambda: run_padded(policy, rows, padded, device)
         num_tokens["padded"] = sum(len(ids) * max(rows[i].num_tokens for i in ids) for ids in padded)
-    results = measure(policy, runs, device, repeats=1 if contexts else 3)
+    results = measure(policy, runs, device, repeats)
     for name, (seconds, _) in results.items():
         print(f"{name:6} {num_tokens[name]:6} tokens {seconds:8.2f} s")
     ours, expected = (results[name][1] for name in ("tree", "packed"))
@@ -187,9 +187,9 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
     policy = build_policy(size, device)
-    plain = compare(policy, size, device, contexts=False)
+    plain = compare(policy, size, device, repeats=1 if size == "quick" else 3, contexts=False)
     print("a context for each turn:")
-    several = compare(policy, size, device, contexts=True)
+    several = compare(policy, size, device, repeats=1, contexts=True)
     result = {"name": "tree_training", "ratio": plain["ratio"], "ours": plain["tree"], "baseline": plain["packed"]}
     result |= {"unit": "s" if device.type == "cuda" else "CPU s", "token_ratio": plain["token_ratio"]}
     result |= {"padded": plain["padded"], "device": device.type, "gradient_difference": plain["difference"]}

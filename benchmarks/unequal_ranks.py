@@ -41,7 +41,7 @@ from benchmarks.shared.prescribed_tokens import PrescribedTokens
 from benchmarks.shared.tiny_model import write_model
 
 NUM_PROMPTS, GROUP_SIZE, MAX_NUM_SEQS = 16, 4, 8
-LONG, QUICK, SHORT = 400, 100, 20
+LONG, QUICK, SHORT = 400, 50, 20
 NUM_PULLS = 2000
 
 

@@ -32,13 +32,13 @@ from torch.distributed.fsdp import fully_shard
 
 
 def write_config(folder: str, *, quick: bool) -> None:
-    """A Qwen3 config of 60M or 0.6B parameters and a one-word tokenizer; nobody reads a text here."""
+    """A Qwen3 config of 13M or 0.6B parameters and a one-word tokenizer; nobody reads a text here."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
-    small = {"vocab_size": 32_768, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    small = {"vocab_size": 16_384, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
     large = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64 if quick else 128}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32 if quick else 128}
     config = Qwen3Config(**(small if quick else large), **heads, tie_word_embeddings=True)
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(folder)
@@ -135,7 +135,7 @@ def measure(folder: str, *, quick: bool) -> None:
             pass
 
     num_parameters = sum(p.numel() for p in model.parameters())
-    repeats = 5 if quick else 3
+    repeats = 1 if quick else 3
     baseline, cast = (copy_seconds(num_parameters, t, device, repeats) for t in (torch.bfloat16, torch.float32))
     if not on_gpu:
         keep_freed_memory()  # as a run's ranks do; not before, or the full model and the copies would stay too
@@ -166,7 +166,7 @@ def measure(folder: str, *, quick: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="60M parameters instead of 0.6B, under a minute")
+    parser.add_argument("--quick", action="store_true", help="13M parameters instead of 0.6B, one repeat")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.folder:

@@ -27,7 +27,8 @@ LONGEST_FIRST = ["test_kill_points.py", "test_end_to_end.py", "test_every_algori
                  "test_model.py", "test_engine.py"]  # fmt: skip
 """A worker takes the next file when it is done with one: a long one that came last would keep the others waiting."""
 
-EXTRAS = Path(__file__).parent / "extras"
+ROOMS_APART = [Path(__file__).parent / room for room in ("extras", "tools/sandbox")]
+"""A change elsewhere seldom breaks one of their tests: they are left to the slow tier."""
 
 SLOW_S = 1500.0
 """When a slow test hangs. On two quiet cores the longest takes four minutes."""
@@ -42,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in [item for item in items if item.get_closest_marker("download")]:
             item.add_marker(pytest.mark.skip(reason="downloads a gigabyte: make test-downloads"))
     for item in items:
-        if item.path.is_relative_to(EXTRAS):  # the package does not know them, so a change of it seldom breaks one
+        if any(item.path.is_relative_to(room) for room in ROOMS_APART):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") or item.get_closest_marker("download"):
             item.add_marker(pytest.mark.timeout(SLOW_S))

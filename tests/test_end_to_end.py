@@ -48,7 +48,7 @@ def evaluate(world: Path, name: str, model: Path, *flags: str) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(world) -> Path:
-    run_script("train_rl.py", str(world / "config.yaml"))
+    run_script("train_rl.py", str(world / "config.yaml"), "--tools.names", "python", "search")
     return world / "runs" / "rl"
 
 
@@ -112,7 +112,8 @@ def test_the_export_is_evaluated_by_the_same_rollout(trained, world):
 @pytest.fixture(scope="module")
 def adapted(world) -> Path:
     run_script("train_rl.py", str(world / "config.yaml"), "--run.name", "adapted", "--model.lora_rank", "8",
-               "--optim.lr", "2e-2", "--engine.tensor_parallel", "2", "--run.dump_every", "1")  # fmt: skip
+               "--optim.lr", "2e-2", "--engine.tensor_parallel", "2", "--run.dump_every", "1",
+               "--run.num_steps", "9", "--run.validate_every", "9")  # fmt: skip
     return world / "runs" / "adapted"
 
 
@@ -127,12 +128,12 @@ def test_adapters_learn_too_and_sampler_and_trainer_agree_on_them(adapted):
 @pytest.mark.slow
 def test_two_ranks_with_one_engine_between_them_count_every_trajectory_once(adapted):
     rows = steps_of(adapted)
-    assert len(rows) == 12
+    assert len(rows) == 9
     for row in rows:
         records = read_jsonl(adapted / "trajectories" / f"step_{row['step']:06d}.jsonl.gz")
         assert len(records) == len({(r["prompt_id"], r["trajectory_id"]) for r in records}) == 4 * 8
         assert row["reward/mean"] == pytest.approx(sum(r["reward"] for r in records) / len(records))
-    assert len(read_jsonl(adapted / "trajectories" / "valid_000012.jsonl.gz")) == 4
+    assert len(read_jsonl(adapted / "trajectories" / "valid_000009.jsonl.gz")) == 4
 
 
 @pytest.mark.slow
@@ -146,20 +147,21 @@ def test_two_ranks_with_one_engine_between_them_evaluate_every_question_once(ada
 
 
 @pytest.mark.parametrize(
-    "flags, words",
+    "ranks, flags, words",
     [
-        (["--data.train", "nowhere.parquet"], ["nowhere.parquet"]),
-        (["--model.path", "/nonexistent"], ["model.path", "/nonexistent"]),
-        (["--data.num_prompts_per_step", "3", "--update.num_prompts_per_minibatch", "3"], ["per_step", "2 ranks"]),
-        (["--data.max_prompt_tokens", "4"], ["max_prompt_tokens"]),
-        (["--branching.num_initial_rollouts", "9"], ["num_initial_rollouts", "group_size=8"]),
-        (["--branching.bas", "0.1"], ["did you mean 'branching.base'"]),
-        (["--engine.tensor_parallel", "4"], ["engine.tensor_parallel=4", "2 ranks of a node"]),
-        (["--rollout.max_response_tokens", "500", "--update.max_tokens_per_microbatch", "999"], ["max_position_emb"]),
+        (1, ["--data.train", "nowhere.parquet"], ["nowhere.parquet"]),
+        (1, ["--model.path", "/nonexistent"], ["model.path", "/nonexistent"]),
+        (2, ["--data.num_prompts_per_step", "3", "--update.num_prompts_per_minibatch", "3"], ["per_step", "2 ranks"]),
+        (2, ["--data.max_prompt_tokens", "4"], ["max_prompt_tokens"]),
+        (1, ["--branching.num_initial_rollouts", "9"], ["num_initial_rollouts", "group_size=8"]),
+        (2, ["--branching.bas", "0.1"], ["did you mean 'branching.base'"]),
+        (2, ["--engine.tensor_parallel", "4"], ["engine.tensor_parallel=4", "2 ranks of a node"]),
+        (1, ["--rollout.max_response_tokens", "500", "--update.max_tokens_per_microbatch", "999"],
+         ["max_position_emb"]),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_from_rank_0_and_exit_code_2(world, flags, words):
-    done = try_script("train_rl.py", str(world / "config.yaml"), "--run.name", "bad", *flags)
+def test_bad_input_is_one_line_from_rank_0_and_exit_code_2(world, ranks, flags, words):
+    done = try_script("train_rl.py", str(world / "config.yaml"), "--run.name", "bad", *flags, ranks=ranks)
     lines = [line for line in done.output.splitlines() if line.startswith("error")]
     assert done.code == 2 and len(lines) == 1, done.output
     assert lines[0].startswith("error: ") and all(word in lines[0] for word in words), lines[0]

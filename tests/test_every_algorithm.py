@@ -18,16 +18,18 @@ from arpo.log import read_metrics
 pytestmark = pytest.mark.slow  # each run takes about eight seconds of computing
 
 SHORT = ["--run.num_steps", "2", "--run.validate_every", "0", "--run.save_every", "0", "--run.save_hf_every", "0"]
-SEARCHES = ["--model.path", "@WORLD@/searcher", "--optim.lr", "1e-3", "--rollout.max_response_tokens", "300",
-            "--rollout.max_result_tokens", "60", "--update.max_tokens_per_microbatch", "512"]  # fmt: skip
+SEARCHES = ["--model.path", "@WORLD@/searcher", "--optim.lr", "1e-3", "--rollout.max_response_tokens", "200",
+            "--rollout.max_result_tokens", "40", "--update.max_tokens_per_microbatch", "512"]  # fmt: skip
 """A model that calls a tool, so that there are trees."""
 ALGORITHMS = {
     "gspo": ["--loss.kind", "gspo", "--loss.aggregation", "sequence_mean_token_mean", "--advantage.tree", "hard",
-             "--loss.kl_coefficient", "0.1", "--loss.reference", "@WORLD@/model", "--loss.offload_reference", "True"],
+             "--loss.kl_coefficient", "0.1", "--loss.reference", "@WORLD@/model", "--loss.offload_reference", "True",
+             "--loss.rollout_correction", "geometric_mis", "--loss.correction_low", "0.999",
+             "--loss.correction_high", "1.001"],
     "cispo": ["--loss.kind", "cispo", "--loss.rollout_correction", "tis", "--loss.entropy_coefficient", "0.01",
               "--loss.entropy_balanced_advantage", "True"],
-    "reinforce": ["--loss.kind", "reinforce", "--loss.rollout_correction", "mis", "--loss.kl_coefficient", "0.1",
-                  "--loss.kl_in", "reward", "--loss.kl_estimator", "k2"],
+    "reinforce++": ["--loss.kind", "reinforce", "--loss.rollout_correction", "mis", "--loss.kl_coefficient", "0.1",
+                    "--loss.kl_in", "reward", "--loss.kl_estimator", "k2", "--advantage.normalize", "batch"],
     "ppo": ["--advantage.kind", "gae", "--advantage.lam", "0.95", "--critic.warmup_steps", "1", "--critic.lr", "1e-3",
             "--critic.path", "@WORLD@/model", "--run.save_every", "1"],
     "resampled": ["--branching.selector", "at2po", "--branching.num_initial_rollouts", "3", "--run.save_every", "1",
@@ -38,10 +40,8 @@ ALGORITHMS = {
               "--advantage.tree", "node", "--loss.rollout_correction", "sequence_mis", *SEARCHES],
     "tree grpo": ["--branching.selector", "tree_grpo", "--branching.expansion_rounds", "1",
                   "--advantage.tree", "inter_intra", "--loss.rollout_correction", "geometric_tis", *SEARCHES],
-    "parents": ["--advantage.tree", "node_parent", "--loss.rollout_correction", "sequence_tis", *SEARCHES],
-    "reinforce++": ["--advantage.normalize", "batch", "--loss.rollout_correction", "geometric_mis",
-                    "--loss.correction_low", "0.999", "--loss.correction_high", "1.001"],
-    "entropy target": ["--loss.entropy_target", "9", "--run.save_every", "1", *SEARCHES],
+    "parents": ["--advantage.tree", "node_parent", "--loss.rollout_correction", "sequence_tis",
+                "--loss.entropy_target", "9", "--run.save_every", "1", *SEARCHES],
     "no thoughts": ["--rollout.context", "strip_thoughts", "--rollout.max_trajectory_tokens", "2000", *SEARCHES,
                     "--rollout.max_response_tokens", "200", "--update.max_tokens_per_microbatch", "2000"],
     "notes": ["--rollout.context", "summary", "--rollout.context_tokens", "60", "--rollout.note_tokens", "8", *SEARCHES,
@@ -103,7 +103,7 @@ def test_there_are_trees_whose_credits_are_shared(metrics_of, name):
 def test_the_reference_is_the_policy_before_training(metrics_of):
     """So a KL measured before the first update is 0, and later it is not."""
     assert [row["loss/kl"] > 0 for row in metrics_of("gspo")] == [True, True]
-    before, later = metrics_of("reinforce")
+    before, later = metrics_of("reinforce++")
     assert abs(before["reward/kl_penalty"]) < 1e-6 < later["reward/kl_penalty"]
 
 
@@ -116,9 +116,9 @@ def test_the_policy_waits_until_the_critic_is_warm(metrics_of):
 
 
 def test_a_resumed_run_goes_on_towards_its_entropy_target(metrics_of, world):
-    first, second = metrics_of("entropy target")
+    first, second = metrics_of("parents")
     assert [first["loss/entropy_coefficient"], second["loss/entropy_coefficient"]] == [0, 0.001]
-    resumed = cut_and_resumed(world, "entropy target")
+    resumed = cut_and_resumed(world, "parents")
     names = [name for name in second if name.startswith(("branching/", "reward/", "loss/"))]
     assert {name: resumed[name] for name in names} == {name: second[name] for name in names}
 

@@ -413,7 +413,7 @@ def test_a_run_on_functions_of_a_file_is_to_the_bit_the_run_on_ours(tmp_path):
     tool = f"{file}:PythonTool"
     tools = ["--tools.names", tool, "search", "--tools.options", json.dumps({tool: {"wall_s": 20}})]
     runs = {}
-    for name, chosen, more in (("ours", ours, []), ("mine", mine, tools)):
+    for name, chosen, more in (("ours", ours, ["--tools.names", "python", "search"]), ("mine", mine, tools)):
         flags = [word for option, value in zip(options, chosen, strict=True) for word in (f"--{option}", value)]
         rows = train(world, name, *sizes, *flags, *more, ranks=2)
         runs[name] = [{k: v for k, v in row.items() if not TIMED.search(k)} for row in rows]

@@ -25,6 +25,7 @@ def test_no_test_file_imports_anything_of_another():
     assert found == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_missed_at_once_though_what_it_forked_lives_on(tmp_path):
     (tmp_path / "conftest.py").write_text(
         "from helpers.worker_line import close_line_in_forks\n"

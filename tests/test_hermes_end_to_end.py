@@ -64,9 +64,15 @@ def world(tmp_path_factory, protocol):
     return folder
 
 
-def test_sft_learns_what_the_model_already_knows(world):
-    """Its rows are the conversations that the model has learnt to say, so there is next to nothing to learn."""
+@pytest.fixture(scope="module")
+def exported(world) -> Path:
+    """The model after SFT."""
     run_script("train_sft.py", str(world / "config.yaml"), ranks=1)
+    return world / "runs" / "sft" / "hf"
+
+
+def test_sft_learns_what_the_model_already_knows(world, exported):
+    """Its rows are the conversations that the model has learnt to say, so there is next to nothing to learn."""
     [first] = [row["loss/nll"] for row in read_metrics(world / "runs" / "sft") if "loss/nll" in row]
     assert first < 0.05
 
@@ -88,11 +94,11 @@ def records(world, name: str) -> list[tuple]:
 
 
 @pytest.fixture(scope="module")
-def own(world, protocol) -> list[tuple]:
-    """The records of an evaluation on an engine of its own."""
+def own(world, exported, protocol) -> list[tuple]:
+    """The records of an evaluation of what SFT exported, on an engine of its own."""
     form_of(protocol)  # as evaluate.py does by its option: records may name no other
-    engine = ["--engine.dtype", "float32", "--engine.kv_cache_gib", "0.1"]
-    run_script("evaluate.py", str(world / "config.yaml"), "--run.name", "own", *engine, ranks=1)
+    flags = ["--model.path", str(exported), "--engine.dtype", "float32", "--engine.kv_cache_gib", "0.1"]
+    run_script("evaluate.py", str(world / "config.yaml"), "--run.name", "own", *flags, ranks=1)
     return records(world, "own")
 
 
@@ -110,14 +116,13 @@ ONE_FORM = pytest.mark.parametrize("protocol", ["hermes"], indirect=True)
 
 
 @ONE_FORM
-def test_evaluation_on_a_server_and_from_records_agrees_with_that_on_an_engine(own, world):
-    config = str(world / "config.yaml")
-    with serving(world / "model", world, max_model_len=1000) as url:
-        address = f"{SERVER}={url}"
-        run_script("evaluate.py", config, "--run.name", "served", "--eval.server", address, ranks=1)
+def test_evaluation_on_a_server_and_from_records_agrees_with_that_on_an_engine(own, exported, world):
+    with serving(exported, world, max_model_len=1000) as url:
+        flags = [str(world / "config.yaml"), "--model.path", str(exported), "--eval.server", f"{SERVER}={url}"]
+        run_script("evaluate.py", *flags, "--run.name", "served", ranks=1)
         python = {PYTHON: {"cache": str(world / "python.sqlite"), "mode": "replay_strict"}}
         strict = ["--tools.search.mode", "replay_strict", "--tools.options", json.dumps(python)]
-        run_script("evaluate.py", config, "--run.name", "replayed", "--eval.server", address, *strict, ranks=1)
+        run_script("evaluate.py", *flags, "--run.name", "replayed", *strict, ranks=1)
     assert own == records(world, "served") == records(world, "replayed")
 
 

@@ -3,6 +3,8 @@
 docs/training.md has the table of what happens at each of these places.
 """
 
+from pathlib import Path
+
 import pytest
 from helpers.models import searching_model
 from helpers.runs import differing
@@ -13,7 +15,7 @@ PLACES = [  # what is called when the rank dies, at which call since the start o
     ("start of the engine", "arpo.engine:Engine.__init__", 1, 0),
     ("validation before step 1", "arpo.sampling.sampler:Sampler.run", 1, 1),
     ("step 1, which nothing was saved before", "arpo.update:fill_advantages", 1, 0),
-    ("rollout", "arpo.engine:Engine.step", 100, 0),
+    ("rollout", "arpo.engine:Engine.step", 30, 0),
     ("tool call", "arpo.tools.base:ToolRunner.start", 3, 1),
     ("reward", "arpo.rewards:score_groups", 3, 0),
     ("exchange of the trajectories", "arpo.engine.team:Team.exchange", 3, 1),
@@ -48,34 +50,43 @@ OF_THE_THREAD = [
 ]
 
 
-def check(world, *flags: str, places: list[tuple], own: tuple[str, ...] = ()) -> None:
-    """A run that is killed at these places has the numbers and the weights of the one that never was.
+FLAGS = (
+    "--run.num_steps", "24", "--run.validate_every", "6", "--run.save_every", "1", "--run.dump_every", "1",
+    "--rollout.group_size", "4", "--rollout.max_response_tokens", "32", "--branching.num_initial_rollouts", "2",
+    "--optim.lr", "1e-3",
+)  # fmt: skip
 
-    own: flags that it alone has, and that change nothing of either.
-    """
-    flags = (*flags, "--run.save_every", "1", "--run.dump_every", "1", "--optim.lr", "1e-3")
-    whole = train(world, "whole", *flags, ranks=2)
-    train_and_kill(world, "killed", *flags, *own, places=places)
-    runs = world / "runs"
-    assert differing(runs / "whole", runs / "killed") == []
-    weights = [(runs / name / "hf" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
-    last = runs / "killed" / "checkpoints" / f"step_{whole[-1]['step']:06d}"
-    assert weights[0] == weights[1] and (runs / "killed" / "hf").resolve() == last / "hf"
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    folder = build_toy_world(tmp_path_factory.mktemp("world"))
+    searching_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(world) -> Path:
+    """The run that is never killed."""
+    assert train(world, "whole", *FLAGS, ranks=2)[-1]["step"] == 24
+    return world / "runs" / "whole"
+
+
+def check(whole: Path, killed: Path) -> None:
+    """They have the same numbers and the same weights."""
+    assert differing(whole, killed) == []
+    weights = [(run / "hf" / "model.safetensors").read_bytes() for run in (whole, killed)]
+    assert weights[0] == weights[1] and (killed / "hf").resolve() == killed / "checkpoints" / "step_000024" / "hf"
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_at_every_place_ends_as_the_one_that_never_was(tmp_path):
+def test_a_run_that_is_killed_at_every_place_ends_as_the_one_that_never_was(world, whole):
     """Every step is saved, so each start goes on a step or two, or none, until it is killed in its turn."""
-    world = build_toy_world(tmp_path)
-    searching_model(world / "model")
-    flags = "--run.num_steps", "24", "--run.validate_every", "3", "--rollout.max_response_tokens", "32"
-    check(world, *flags, places=PLACES)
+    train_and_kill(world, "killed", *FLAGS, places=PLACES)
+    check(whole, world / "runs" / "killed")
 
 
 @pytest.mark.slow
-def test_so_does_one_that_saves_beside_its_steps_with_moments_in_host_memory(tmp_path):
-    world = build_toy_world(tmp_path)
-    searching_model(world / "model")
-    flags = "--run.num_steps", "24", "--run.validate_every", "3", "--rollout.max_response_tokens", "32"
-    own = "--run.async_save", "True", "--run.save_hf_every", "2", "--optim.offload", "True"
-    check(world, *flags, places=OF_THE_THREAD, own=own)
+def test_so_does_one_that_saves_beside_its_steps_with_moments_in_host_memory(world, whole):
+    own = "--run.async_save", "True", "--run.save_hf_every", "2", "--optim.offload", "True"  # which change no number
+    train_and_kill(world, "beside", *FLAGS, *own, places=OF_THE_THREAD)
+    check(whole, world / "runs" / "beside")

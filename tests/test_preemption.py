@@ -67,18 +67,6 @@ def test_torchrun_hands_sigterm_on_and_waits_for_the_save(world):
 
 
 @pytest.mark.slow
-def test_sigusr1_to_the_ranks_leaves_torchrun_with_code_0(world):
-    run = world / "runs" / "ranks"
-    process = torchrun("train_sft.py", str(world / "config.yaml"), "--run.name", run.name)
-    wait_for_step(run, 2, lambda: process.poll() is None)
-    assert subprocess.run(["pkill", "-USR1", "-P", str(process.pid), "-f", "train_sft.py"], check=False).returncode == 0
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0 and "asked to stop by a signal" in output, output[-3000:]
-    last = read_metrics(run)[-1]["step"]
-    assert 2 <= last < 40 and verify(run / "checkpoints" / f"step_{last:06d}") is None
-
-
-@pytest.mark.slow
 def test_a_killed_peer_still_ends_the_others_at_once(world):
     """Under torchrun, which sends them SIGTERM, and waits 30 s for those that do not end."""
     run = world / "runs" / "killed"
@@ -107,6 +95,8 @@ def test_rl_continues_after_sigterm_as_if_nothing_had_been(tmp_path):
 
 
 # ---- Ctrl-C
+
+BOTH_TOOLS = ("--tools.names", "python", "search")
 
 
 def python(script: str, *args: str, within: Sequence[str]) -> subprocess.Popen:
@@ -139,7 +129,7 @@ def test_ctrl_c_leaves_no_process_no_shared_memory_and_no_temporary_folder(tmp_p
     monkeypatch.setenv("TMPDIR", str(temporary))
     within = under_mount("--bind", str(shared_memory), "/dev/shm")
     start = torchrun if launcher == "torchrun" else python
-    process = start("train_rl.py", str(world / "config.yaml"), "--run.num_steps", "1000", within=within)
+    process = start("train_rl.py", str(world / "config.yaml"), "--run.num_steps", "1000", *BOTH_TOOLS, within=within)
     wait_for_step(world / "runs" / "rl", 2, lambda: process.poll() is None)
     assert Path(f"/proc/{process.pid}/root/dev/shm").samefile(shared_memory)
     others = descendants(process.pid)

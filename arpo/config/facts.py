@@ -119,9 +119,8 @@ def decides_sampling(key: str, cfg: object) -> bool:
 
 def may_change(key: str, cfg: object) -> bool:
     """Return whether a run may go on under another value of this key."""
-    values = leaves(cfg)
     decides = of_kind(Decides, facts_of(type(cfg))[key])
-    return any(not d.learning or (d.when is not None and values.get(d.when[0]) != d.when[1]) for d in decides)
+    return any(not d.learning or (d.when is not None and leaves(cfg).get(d.when[0]) != d.when[1]) for d in decides)
 
 
 def out_of_range(cfg: object) -> str:

@@ -173,10 +173,10 @@ def test_the_kit_runs_on_the_cpu(tmp_path):
 def test_the_kits_runs_of_training_and_what_takes_all_gpus_run_on_the_cpu(tmp_path):
     """The other two runs of train_rl.py are this one without its last flags, which test_multi_node.py has, too."""
     pytest.importorskip("vllm")
-    parts = ["ranks/train_rl_tensor_parallel", "ranks/update_mfu_tiny_hsdp", "ranks/lost", "decode_steps", "colocated"]
-    results = run_kit(tmp_path, *parts)
+    parts = [f"ranks/{part}" for part in ("train_rl_tensor_parallel", "update_mfu_tiny_hsdp", "lost", "colocated")]
+    results = run_kit(tmp_path, *parts, "decode_steps")
     run = results["ranks/train_rl_tensor_parallel"]
     assert run["ranks"] == 2 and run["tools/all/calls"] > 0 and 0 <= run["mismatch/kl"] < 1e-5
     assert "rank 1" in results["ranks/lost"]["killed"]
-    assert results["speed/colocated_tiny"]["ours"] > 0 and results["ranks/colocated_tiny"]["all_gather_gb_s"] > 0
+    assert results["ranks/colocated_tiny"]["ours"] > 0 and results["ranks/colocated_tiny"]["all_gather_gb_s"] > 0
     assert results["speed/decode_steps_tiny"]["step_ms_16"] > results["speed/decode_steps_tiny"]["ours_ms_16"] > 0

@@ -41,8 +41,7 @@ def save_and_go_on(ranks, model: str, folder: str, aside: bool) -> None:
     """Two saves; what was saved changes at once after each, and so does what the sampler has said of itself."""
     saver, _ = begin(ranks, model, folder, async_save=aside)
     written = threading.Event()
-    if aside:
-        hold(ranks.rank, 0, until=written)
+    waits = hold(ranks.rank, 0, until=written) if aside else None
     for step in (1, 2):
         seed_everything(step)
         change(saver)
@@ -53,6 +52,9 @@ def save_and_go_on(ranks, model: str, folder: str, aside: bool) -> None:
         progress = {"drawn": [step]}
         written.clear()
         saver.save(step, progress, b"of rank %d" % ranks.rank, is_final=False)
+        if waits and ranks.rank == 0:
+            assert waits.wait(60)  # else the next save would wait for one that waits for what comes after it
+            waits.clear()
         change(saver)
         with torch.no_grad():
             for state in saver.optimizer.state.values():

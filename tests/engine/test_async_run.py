@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="pretends CUDA's streams"),
 ]
 # lr: 1e-2 makes of rounding, which batches of other rows do otherwise, another token
-FLAGS = ("--run.num_steps", "3", "--run.validate_every", "1", "--run.save_every", "2", "--optim.lr", "1e-3")
+FLAGS = ("--run.num_steps", "3", "--run.validate_every", "3", "--run.save_every", "2", "--optim.lr", "1e-3")
 TIMING = ("tokens/prefilled", "tokens/cached", "tokens/prefix_cached_share", "group/cut_off")
 """They depend on what else is in flight when a result, or a step's last group, comes."""
 

@@ -5,6 +5,9 @@ A fork that collects garbage would look through all of it, and so copy its pages
 
 import gc
 import importlib.util
+import sys
+
+from arpo.config.load import load_config
 
 gc.disable()
 for name in (
@@ -36,6 +39,13 @@ if importlib.util.find_spec("vllm.config.logging"):
     configure_logging(LoggingConfig())
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)  # they are registered
+# Types and parsers of the configs, of which the later ones are made in a quarter of the time.
+for script, config, rows in (
+    ("train_rl", "RLConfig", "data.train"),
+    ("train_sft", "SFTConfig", "data.train"),
+    ("evaluate", "EvalConfig", "eval.files"),
+):
+    load_config(getattr(sys.modules[script], config), [f"--{rows}", "any.jsonl"])
 gc.collect()
 gc.freeze()
 gc.enable()

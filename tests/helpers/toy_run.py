@@ -29,6 +29,7 @@ engine: {dtype: float32, kv_cache_gib: 0.05, max_num_seqs: 32}
 rollout: {group_size: 8, max_response_tokens: 48, max_tool_calls: 2, max_result_tokens: 28, answer_reserve_tokens: 8}
 branching: {selector: arpo, num_initial_rollouts: 6, entropy_tokens: 4}
 tools:
+  names: [search]  # a jail for python takes as long to start as all the rest
   search: {backend: local, corpus: @DIR@/corpus.jsonl, mode: live}
 reward: {file: @DIR@/reward.py}
 update: {num_prompts_per_minibatch: 2, max_tokens_per_microbatch: 256}

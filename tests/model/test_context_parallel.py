@@ -20,6 +20,7 @@ from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks.ranks import make_group
 from arpo.tree import tree_microbatches
 
+pytestmark = pytest.mark.slow  # no config uses it
 CPU = torch.device("cpu")
 MAX_TOKENS = 44
 ROWS = {"several": ((5, 9), (1, 4), (7, 13), (3, 1), (2, 30)), "one": ((4, 17),), "tree": ((6, 8), (6, 13), (6, 11))}

@@ -165,6 +165,7 @@ def run(tiny_model_dir, tmp_path_factory):
     return folder, ranks[0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(tiny_model_dir, run):
     folder, undisturbed = run
     resumed = run_ranks(2, train, str(tiny_model_dir), str(folder), 3, 0)[1]

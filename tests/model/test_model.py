@@ -370,7 +370,11 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = b %}
 
 
 @pytest.mark.parametrize(
-    "template, more", [(ENDLESS, "5 s of CPU time"), ("{% if tools %}{{ 'a' * 10 ** 10 }}{% endif %}", "1 GiB")]
+    "template, more",
+    [
+        pytest.param(ENDLESS, "5 s of CPU time", marks=pytest.mark.slow),
+        ("{% if tools %}{{ 'a' * 10 ** 10 }}{% endif %}", "1 GiB"),
+    ],
 )
 def test_a_chat_template_without_end_is_refused_before_the_run(tiny_model_dir, tmp_path, template, more):
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
