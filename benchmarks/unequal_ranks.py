@@ -94,8 +94,8 @@ def measure(folder: str, quick: bool) -> tuple[dict[str, float], dict[str, list[
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(on_rank, args=(port, folder, quick, results), nprocs=2)
+    results = mp.get_context("fork").SimpleQueue()
+    mp.start_processes(on_rank, args=(port, folder, quick, results), nprocs=2, start_method="fork")
     return results.get()
 
 
