@@ -114,9 +114,8 @@ $(PROGRAMS):
 	@command -v $@ >/dev/null || { [ -n "$(APT)" ] && { $(APT) update; $(INSTALL) $@; } >/dev/null 2>&1; } || \
 	  echo "$@ could not be installed; its tests will be skipped"
 
-# One more than there are cores, for tests wait too. Each worker holds torch and vLLM twice, in itself and in the server
-# that it forks ranks from: four are enough.
-WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 4 ? n + 1 : 4)))
+# Each worker holds torch and vLLM twice, in itself and in the server that it forks ranks from: four are enough.
+WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 4 ? n : 4)))
 
 # A file's tests stay together, for they share real engines and runs; conftest.py puts the longest files first.
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
