@@ -76,7 +76,7 @@ class PretendedNccl:
 
     def get_error(self):
         if not pathlib.Path(f"/proc/{self.peer}").exists():
-            return ErrorType.COMM_ERROR
+            return ErrorType.COMM_ERROR if "breaks" in mood else ErrorType.SUCCESS
         return ErrorType.TIMEOUT if time.monotonic() - self.since > wait_s else ErrorType.SUCCESS
 
 def wait_in_c():
@@ -194,15 +194,17 @@ def test_a_peer_that_does_not_come_is_told_by_where_it_stands(work):
 
 
 @pytest.mark.slow
-def test_a_peer_that_dies_is_named_while_the_others_wait_for_the_gpu(work, tmp_path):
-    """On a pretended NCCL, which raises nothing."""
-    here, _ = work(wait_s=600, silence_s=600, mood="on NCCL, rank 1 rests")
+@pytest.mark.parametrize("breaks", [True, False])
+def test_a_peer_that_dies_is_named_while_the_others_wait_for_the_gpu(work, tmp_path, breaks):
+    """On a pretended NCCL, which raises nothing. Where it sees no connection break, the silence tells."""
+    silence_s = 600 if breaks else 4
+    here, _ = work(wait_s=600, silence_s=silence_s, mood="on NCCL, rank 1 rests" + ", breaks" * breaks)
     wait_until(lambda: (tmp_path / "rests").exists(), [here])
     os.kill(pid := pid_of(tmp_path, 1), signal.SIGKILL)
     started = time.monotonic()
     [line] = lines_of(here.communicate(timeout=HANG_S)[0])
-    place = rf"error \(rank 0\): rank 1 \(host \S+, pid {pid}, in worker.py:\d+ rest\)"
-    assert re.match(rf"{place} is gone \(NCCL: COMM_ERROR\); limits", line), line
+    found = re.match(rf"error \(rank 0\): rank 1 \(host \S+, pid {pid}, in worker.py:\d+ rest\)(.*); limits", line)
+    assert found and found[1] == (" is gone (NCCL: COMM_ERROR)" if breaks else ": no sign of life for 4 s"), line
     assert here.returncode != 0 and time.monotonic() - started < 200
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.request
 from dataclasses import replace
 
 import pytest
@@ -234,6 +235,20 @@ def test_vllm_serve_samples_what_our_own_engine_samples(vllm_serve, tiny_model_d
     assert {t.stop_reason for t in ours} >= {StopReason.EOS, StopReason.LENGTH}
     for a, b in zip(theirs, ours, strict=True):
         assert (a.token_ids, a.loss_mask, a.stop_reason) == (b.token_ids, b.loss_mask, b.stop_reason)
+
+
+@pytest.mark.slow
+def test_its_chat_endpoint_renders_the_prompt_that_we_render(vllm_serve, tiny_model_dir):
+    """So a model of ours reads behind other programs what it has learnt to read."""
+    from transformers import AutoTokenizer
+
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "who wrote the book?"}]
+    body = {"model": "tiny", "messages": messages, "max_tokens": 1, "return_token_ids": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{vllm_serve}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=300) as reply:
+        read = json.load(reply)["prompt_token_ids"]
+    assert read == list(TagsCodec(AutoTokenizer.from_pretrained(tiny_model_dir)).render_prompt(messages))
 
 
 @pytest.mark.slow
