@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from helpers.models import searching_model
 from helpers.nodes import two_nodes
 from helpers.processes import is_running
 from helpers.redis_server import redis_server
+from helpers.torchrun import ForkedTorchrun
 from helpers.toy_run import CONFIG, build_toy_world
 
 from arpo.log import read_metrics
@@ -110,9 +110,9 @@ def cluster():
 def work(tmp_path, cluster):
     """start(wait_s, silence_s, mood) -> the two nodes' torchruns, once both ranks have met."""
     (tmp_path / "worker.py").write_text(WORKER)
-    processes: list[subprocess.Popen] = []
+    processes: list[ForkedTorchrun] = []
 
-    def start(wait_s: float, silence_s: float, mood: str = "", max_restarts: int = 0) -> list[subprocess.Popen]:
+    def start(wait_s: float, silence_s: float, mood: str = "", max_restarts: int = 0) -> list[ForkedTorchrun]:
         arguments = (str(tmp_path), str(wait_s), str(silence_s), mood)
         processes.extend(cluster.launch(tmp_path / "worker.py", *arguments, max_restarts=max_restarts))
         wait_until(lambda: all((tmp_path / f"joined{rank}.0").exists() for rank in (0, 1)), processes)
@@ -123,18 +123,17 @@ def work(tmp_path, cluster):
         end(process)
 
 
-def end(process: subprocess.Popen) -> None:
+def end(process: ForkedTorchrun) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    process.close()
 
 
-def wait_until(condition, processes: list[subprocess.Popen]) -> None:
+def wait_until(condition, processes: list[ForkedTorchrun]) -> None:
     deadline = time.monotonic() + HANG_S
     while not condition():
         ended = [p for p in processes if p.poll() is not None]
-        assert not ended, ended[0].communicate()[0]
+        assert not ended, ended[0].communicate(HANG_S)
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -152,7 +151,7 @@ def lines_of(output: str) -> list[str]:
 def test_a_killed_peer_is_named_in_one_line_and_ends_the_run(work, tmp_path):
     here, _ = work(wait_s=600, silence_s=600)
     os.kill(pid := pid_of(tmp_path, 1), signal.SIGKILL)
-    output, _ = here.communicate(timeout=HANG_S)
+    output = here.communicate(HANG_S)
     [line] = lines_of(output)
     assert here.returncode != 0 and 'Traceback (most recent call last):\n  File "' + str(tmp_path) not in output
     assert output.splitlines()[-1] == line
@@ -165,7 +164,7 @@ def test_a_frozen_peer_ends_the_run_after_the_silence_and_not_after_the_long_tim
     here, _ = work(wait_s=3600, silence_s=4)
     os.kill(pid := pid_of(tmp_path, 1), signal.SIGSTOP)
     started = time.monotonic()
-    output, _ = here.communicate(timeout=HANG_S)
+    output = here.communicate(HANG_S)
     os.kill(pid, signal.SIGCONT)
     [line] = lines_of(output)
     assert line.startswith("error (rank 0): rank 1 (") and "no sign of life for 4 s" in line, line
@@ -179,7 +178,7 @@ def test_a_rank_that_waits_at_the_queue_for_one_that_is_gone_ends_with_one_line(
     wait_until(lambda: all((tmp_path / f"pulled{rank}").exists() for rank in (0, 1)), processes)
     time.sleep(5)  # long enough for a sign, also on a busy machine
     os.kill(pid := pid_of(tmp_path, 1), signal.SIGKILL)
-    output, _ = processes[0].communicate(timeout=HANG_S)
+    output = processes[0].communicate(HANG_S)
     [line] = lines_of(output)
     assert re.match(rf"error \(rank 0\): rank 1 \(host \S+, pid {pid}, in worker.py:\d+ pull\): no sign of life", line)
 
@@ -187,7 +186,7 @@ def test_a_rank_that_waits_at_the_queue_for_one_that_is_gone_ends_with_one_line(
 @pytest.mark.slow
 def test_a_peer_that_does_not_come_is_told_by_where_it_stands(work):
     here, there = work(wait_s=8, silence_s=600, mood="rank 1 rests")
-    output = here.communicate(timeout=HANG_S)[0] + there.communicate(timeout=HANG_S)[0]
+    output = here.communicate(HANG_S) + there.communicate(HANG_S)
     line = lines_of(output)[0]
     assert "did not meet" in line and "all are alive" in line and "run.peer_timeout_minutes=0.133" in line, line
     assert re.search(r"rank 0 \(.*in ranks.py:\d+ all_reduce_sum\); rank 1 \(.*in worker.py:\d+ rest\)", line)
@@ -202,7 +201,7 @@ def test_a_peer_that_dies_is_named_while_the_others_wait_for_the_gpu(work, tmp_p
     wait_until(lambda: (tmp_path / "rests").exists(), [here])
     os.kill(pid := pid_of(tmp_path, 1), signal.SIGKILL)
     started = time.monotonic()
-    [line] = lines_of(here.communicate(timeout=HANG_S)[0])
+    [line] = lines_of(here.communicate(HANG_S))
     found = re.match(rf"error \(rank 0\): rank 1 \(host \S+, pid {pid}, in worker.py:\d+ rest\)(.*); limits", line)
     assert found and found[1] == (" is gone (NCCL: COMM_ERROR)" if breaks else ": no sign of life for 4 s"), line
     assert here.returncode != 0 and time.monotonic() - started < 200
@@ -212,7 +211,7 @@ def test_a_peer_that_dies_is_named_while_the_others_wait_for_the_gpu(work, tmp_p
 def test_a_peer_that_does_not_come_to_the_gpus_collective_is_told_by_where_it_stands(work):
     """On a pretended NCCL."""
     here, there = work(wait_s=8, silence_s=600, mood="on NCCL, rank 1 rests")
-    output = here.communicate(timeout=HANG_S)[0] + there.communicate(timeout=HANG_S)[0]
+    output = here.communicate(HANG_S) + there.communicate(HANG_S)
     line = lines_of(output)[0]
     assert "the ranks did not meet (NCCL: TIMEOUT), though all are alive" in line, line
     assert re.search(r"rank 0 \(.*in worker.py:\d+ wait_in_c\); rank 1 \(.*in worker.py:\d+ rest\)", line), line
@@ -228,15 +227,15 @@ def test_a_cut_cable_ends_both_sides(work, cluster, tmp_path):
     pid = pid_of(tmp_path, 1)
     cluster.nodes[1].cut_off()
     try:
-        [line] = lines_of(here.communicate(timeout=HANG_S)[0])
+        [line] = lines_of(here.communicate(HANG_S))
         assert line.startswith("error (rank 0): rank 1 (") and "no sign of life for 5 s" in line, line
         # torchrun itself may hang there, in its own store (Slurm ends it); the rank, which holds the GPU, must not.
         wait_until(lambda: not is_running(pid), [there])
         os.killpg(there.pid, signal.SIGKILL)
-        [line] = lines_of(there.communicate()[0])
+        [line] = lines_of(there.communicate(HANG_S))
         assert line.startswith("error (rank 1): the store on the first node (") and "not answered for 5 s" in line, line
     finally:
-        subprocess.run([*cluster.nodes[1].prefix, "ip", "link", "set", cluster.nodes[1].interface, "up"], check=True)
+        cluster.nodes[1].joined_again()
 
 
 @pytest.mark.slow
@@ -245,7 +244,7 @@ def test_restarted_ranks_meet_though_one_of_them_is_seconds_late(work, tmp_path)
     processes = work(wait_s=600, silence_s=600, mood="rank 0 is late", max_restarts=2)
     os.kill(pid_of(tmp_path, 1), signal.SIGKILL)
     for process in processes:
-        output, _ = process.communicate(timeout=HANG_S)
+        output = process.communicate(HANG_S)
         assert process.returncode == 0, output[-3000:]
     assert all((tmp_path / f"done{rank}").exists() for rank in (0, 1))
     assert not list(tmp_path.glob("started*.2")), "more than one restart"
@@ -269,14 +268,14 @@ def world(cluster, shared_redis, tmp_path_factory) -> Path:
     return folder
 
 
-def train(cluster, world: Path, name: str, **kwargs) -> list[subprocess.Popen]:
+def train(cluster, world: Path, name: str, **kwargs) -> list[ForkedTorchrun]:
     flags = ["--run.name", name, "--run.num_steps", "4", "--run.save_every", "2"]
     flags += ["--run.dump_every", "1", "--optim.lr", "1e-3"]  # at 1e-2 the policy is certain of all after three steps
     return cluster.launch("train_rl.py", str(world / "config.yaml"), "--data.valid", "", *flags, **kwargs)
 
 
-def finish(processes: list[subprocess.Popen]) -> list[str]:
-    outputs = [process.communicate(timeout=3 * HANG_S)[0] for process in processes]
+def finish(processes: list[ForkedTorchrun]) -> list[str]:
+    outputs = [process.communicate(3 * HANG_S) for process in processes]
     assert all(process.returncode == 0 for process in processes), "\n".join(output[-3000:] for output in outputs)
     return outputs
 
@@ -316,7 +315,8 @@ def test_after_a_kill_on_the_other_node_torchrun_continues_with_the_same_numbers
     processes = train(cluster, world, "killed", max_restarts=1)
     metrics = world / "runs" / "killed" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and '"step": 3' in metrics.read_text(), processes)
-    os.kill(rank_1_of(processes[1]), signal.SIGKILL)
+    [rank_1] = processes[1].workers()
+    os.kill(rank_1, signal.SIGKILL)
     here, _ = finish(processes)
     assert "from step 0" in here and "from step 2" in here
     names = ("reward/mean", "optim/grad_norm", "loss/policy", "loss/entropy", "response/tokens")
@@ -324,11 +324,3 @@ def test_after_a_kill_on_the_other_node_torchrun_continues_with_the_same_numbers
     assert [row["step"] for row in resumed] == [1, 2, 3, 4]
     for a, b in zip(whole, resumed, strict=True):
         assert {name: a[name] for name in names} == {name: b[name] for name in names}, a["step"]
-
-
-def rank_1_of(torchrun: subprocess.Popen) -> int:
-    """`ip netns exec` becomes torchrun, whose only Python child that runs the script is the rank."""
-    for child in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split():
-        if b"train_rl.py" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
-    raise AssertionError("torchrun has no child that runs train_rl.py")

@@ -7,15 +7,14 @@ In a namespace a node has an address and an interface of its own and nothing els
 import contextlib
 import os
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from helpers.processes import free_port
-
-ROOT = Path(__file__).resolve().parents[2]
+from helpers.ranks import ROOT
+from helpers.torchrun import ForkedTorchrun
 
 
 @dataclass(frozen=True)
@@ -23,12 +22,15 @@ class Node:
     number: int
     address: str
     interface: str
-    prefix: tuple[str, ...]
-    """Of commands that run on it."""
+    namespace: str = ""
+    """"" where it has none of its own."""
 
     def cut_off(self) -> None:
         """Pull the network cable. Namespaces only."""
-        subprocess.run([*self.prefix, "ip", "link", "set", self.interface, "down"], check=True)
+        ip("-n", self.namespace, "link", "set", self.interface, "down")
+
+    def joined_again(self) -> None:
+        ip("-n", self.namespace, "link", "set", self.interface, "up")
 
 
 @dataclass(frozen=True)
@@ -39,27 +41,25 @@ class Cluster:
     rdzv_port: int
     in_namespaces: bool
 
-    def launch(self, script: str | Path, *args: str, max_restarts: int = 0) -> list[subprocess.Popen]:
+    def launch(self, script: str | Path, *args: str, max_restarts: int = 0) -> list[ForkedTorchrun]:
         """torchrun on both nodes, a rank each; their outputs are separate."""
         run_id, first = uuid.uuid4().hex, self.nodes[0]
         processes = []
         for node in self.nodes:
-            command = [
-                *node.prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
-                "--rdzv_backend=c10d", f"--rdzv_endpoint={first.address}:{self.rdzv_port}", f"--rdzv_id={run_id}",
-                f"--rdzv_conf=is_host={int(node is first)}", f"--local_addr={node.address}",
-                f"--max_restarts={max_restarts}", str(script), *args,
+            options = [
+                "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_id={run_id}",
+                f"--rdzv_endpoint={first.address}:{self.rdzv_port}", f"--rdzv_conf=is_host={int(node is first)}",
+                f"--local_addr={node.address}", f"--max_restarts={max_restarts}",
             ]  # fmt: skip
-            env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": node.interface}
-            output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **output))
+            env = {"GLOO_SOCKET_IFNAME": node.interface}
+            processes.append(ForkedTorchrun(options, (str(ROOT / script), *args), env, node.namespace))
         return processes
 
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[Cluster]:
     if not may_make_namespaces():
-        nodes = [Node(n, "127.0.0.1", "lo", ()) for n in (0, 1)]
+        nodes = [Node(n, "127.0.0.1", "lo") for n in (0, 1)]
         yield Cluster(nodes, "127.0.0.1", free_port(), in_namespaces=False)
         return
     # Names and net are this process's own (an interface's name has at most 15 characters), so that runs do not meet.
@@ -72,7 +72,7 @@ def two_nodes() -> Iterator[Cluster]:
         for n in (0, 1):
             name, outside, inside = f"arpo{tag}n{n}", f"arpo{tag}v{n}", f"eth{tag}"
             ip("netns", "add", name)
-            nodes.append(Node(n, f"{net}.{n + 1}", inside, ("ip", "netns", "exec", name)))
+            nodes.append(Node(n, f"{net}.{n + 1}", inside, name))
             ip("link", "add", outside, "type", "veth", "peer", "name", inside, "netns", name)
             ip("link", "set", outside, "master", bridge, "up")
             ip("-n", name, "addr", "add", f"{net}.{n + 1}/24", "dev", inside)

@@ -14,6 +14,7 @@ for name in (
     "train_rl",
     "train_sft",
     "evaluate",
+    "torch.distributed.run",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.generation",
     "torch.utils.tensorboard",

@@ -1,10 +1,23 @@
-"""The real launcher."""
+"""The real launcher: as a user starts it, or forked, for tests that start it often."""
 
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 
-from helpers.ranks import ROOT
+import torch.distributed.run
+from helpers.ranks import ROOT, ensure_server
+
+CLONE_NEWNET = 0x40000000
 
 
 def torchrun(script: str, *args: str, within: Sequence[str] = ()) -> subprocess.Popen:
@@ -12,3 +25,73 @@ def torchrun(script: str, *args: str, within: Sequence[str] = ()) -> subprocess.
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([*within, *launcher, script, *args], cwd=ROOT, start_new_session=True, **output)
+
+
+class ForkedTorchrun:
+    """torchrun as a fork of the server of ranks (helpers/ranks.py), whose ranks are forks of it: nobody imports torch.
+
+    It is torchrun's own `main` with its own flags for that. What a test wants of a subprocess.Popen is here, too.
+
+    options: torchrun's. command: the script and its arguments. env: variables beside those of the server.
+    namespace: a network namespace's name, or "".
+    """
+
+    def __init__(self, options: Sequence[str], command: Sequence[str], env: dict[str, str], namespace: str) -> None:
+        ensure_server()
+        context = multiprocessing.get_context("forkserver")
+        self._output, writing = context.Pipe(duplex=False)
+        self._process = context.Process(target=_torchrun, args=(options, command, env, namespace, writing))
+        self._process.start()
+        writing.close()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def workers(self) -> list[int]:
+        """Process ids of its ranks."""
+        children = [file.read_text().split() for file in Path(f"/proc/{self.pid}/task").glob("*/children")]
+        return [int(child) for of_thread in children for child in of_thread]
+
+    def communicate(self, timeout: float) -> str:
+        """What it and all whom it began have written, once the last of them has ended."""
+        deadline, parts = time.monotonic() + timeout, []
+        while not parts or parts[-1]:
+            ready = multiprocessing.connection.wait([self._output], max(deadline - time.monotonic(), 0))
+            assert ready, f"torchrun and its ranks have not ended: {b''.join(parts).decode(errors='replace')[-3000:]}"
+            parts.append(os.read(self._output.fileno(), 1 << 16))
+        self._process.join()
+        return b"".join(parts).decode(errors="replace")
+
+    def close(self) -> None:
+        self._process.join()
+        self._output.close()
+
+
+def _torchrun(
+    options: Sequence[str], command: Sequence[str], env: dict[str, str], namespace: str, output: Connection
+) -> None:
+    os.setsid()
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    output.close()
+    if namespace:
+        with open(f"/run/netns/{namespace}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
+    os.environ.update(env)
+    os.chdir(ROOT)
+    torch.distributed.run.main(["--run-path", "--start-method=fork", *options, __file__, *command])
+
+
+if __name__ == "__main__":
+    # A rank of ForkedTorchrun ends as a script does: torchrun would catch its exception for a report of its own.
+    sys.argv = sys.argv[1:]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
