@@ -18,7 +18,7 @@ from helpers.processes import is_running
 from helpers.ranks import PATIENCE_S, ROOT, run_script, script_on_ranks, wait_for_all, wait_for_step
 from helpers.runs import differing
 from helpers.sft_world import build_sft_world
-from helpers.torchrun import torchrun
+from helpers.torchrun import ForkedTorchrun, torchrun
 from helpers.toy_run import build_toy_world
 
 from arpo.checkpoint.checkpoints import verify
@@ -70,11 +70,11 @@ def test_torchrun_hands_sigterm_on_and_waits_for_the_save(world):
 def test_a_killed_peer_still_ends_the_others_at_once(world):
     """Under torchrun, which sends them SIGTERM, and waits 30 s for those that do not end."""
     run = world / "runs" / "killed"
-    process = torchrun("train_sft.py", str(world / "config.yaml"), "--run.name", run.name)
+    process = ForkedTorchrun("train_sft.py", str(world / "config.yaml"), "--run.name", run.name)
     wait_for_step(run, 2, lambda: process.poll() is None)
     started = time.monotonic()
-    subprocess.run(["pkill", "-KILL", "-o", "-P", str(process.pid), "-f", "train_sft.py"], check=True)
-    process.communicate(timeout=PATIENCE_S)
+    os.kill(process.workers()[0], signal.SIGKILL)
+    process.communicate(PATIENCE_S)
     assert process.returncode != 0 and time.monotonic() - started < 25
 
 

@@ -1,33 +1,52 @@
-"""Every benchmark, once with --quick: it ends well, and its last line is its result."""
+"""Every benchmark, once with --quick: it ends well, and its last line is its result.
+
+Of those for GPUs, what starts processes of its own is run by the kit (test_gpu_report.py).
+"""
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.ranks import script_on_ranks, wait_for_all
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-RUN_BY_THE_KIT = {"gpu_report", "update_mfu", "attention_backends", "optimizer_step"}
-"""test_gpu_report.py runs the kit, and the kit runs these."""
+NAMES = [*sorted({path.stem for path in BENCHMARKS.glob("*.py")} - {"gpu_report"}), "gpu/decode_steps"]
 
 
-def without_a_launcher(rank: int) -> None:
+def begin(rank: int) -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    torch._dynamo.config.disable = True  # compiling for each shape takes long on a CPU
+
+
+def begin_without_launcher(rank: int) -> None:
     """It is a process as `python benchmarks/NAME.py` is, which only has its imports behind it."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
-    sys.path.insert(0, str(BENCHMARKS))
+    begin(rank)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({path.stem for path in BENCHMARKS.glob("*.py")} - RUN_BY_THE_KIT))
-def test_a_quick_run_ends_with_its_result(name):
-    script, prepare = f"benchmarks/{name}.py", without_a_launcher
-    with script_on_ranks(script, "--quick", ranks=1, prepare=prepare) as (processes, file):
+def last_line(name: str, *flags: str, ranks: int, prepare: Callable[[int], None]) -> dict:
+    with script_on_ranks(f"benchmarks/{name}.py", "--quick", *flags, ranks=ranks, prepare=prepare) as (processes, file):
         code, output = wait_for_all(processes, 30), file.read_text()
     assert code == 0, output[-6000:]
     last = [line for line in output.splitlines() if line.startswith(("{", "skipped: "))][-1]
     if last.startswith("skipped: "):
         pytest.skip(last.removeprefix("skipped: "))
-    assert json.loads(last)["name"] == name
+    return json.loads(last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_quick_run_ends_with_its_result(name):
+    assert last_line(name, ranks=1, prepare=begin_without_launcher)["name"] == Path(name).name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, flags", [("update_mfu", ["--hsdp"]), ("gpu/colocated", [])])
+def test_what_takes_all_gpus_runs_on_two_ranks(name, flags):
+    result = last_line(name, "--shape", "tiny", *flags, ranks=2, prepare=begin)
+    assert result["ours"] > 0 and result["shape"] == "tiny"

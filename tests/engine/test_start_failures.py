@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.ranks import ROOT
-from helpers.torchrun import torchrun
+from helpers.torchrun import ForkedTorchrun
 from transformers import Lfm2Config, Qwen3_5Config
 
 from arpo.config.sections import EngineConfig
@@ -117,9 +116,7 @@ def test_an_engine_that_fails_on_one_rank_ends_all_with_its_own_line(tiny_model_
     pytest.importorskip("vllm")
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    output, _ = torchrun(str(script), str(tiny_model_dir), within=("env", f"PYTHONPATH={ROOT}")).communicate(
-        timeout=600
-    )
+    output = ForkedTorchrun(str(script), str(tiny_model_dir)).communicate(600)
     assert "error (rank 1): the GPU's memory is full" in output and "cannot load this model" not in output, output
 
 

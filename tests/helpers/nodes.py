@@ -51,8 +51,8 @@ class Cluster:
                 f"--rdzv_endpoint={first.address}:{self.rdzv_port}", f"--rdzv_conf=is_host={int(node is first)}",
                 f"--local_addr={node.address}", f"--max_restarts={max_restarts}",
             ]  # fmt: skip
-            env = {"GLOO_SOCKET_IFNAME": node.interface}
-            processes.append(ForkedTorchrun(options, (str(ROOT / script), *args), env, node.namespace))
+            env, command = {"GLOO_SOCKET_IFNAME": node.interface}, (str(ROOT / script), *args)
+            processes.append(ForkedTorchrun(*command, options=options, env=env, namespace=node.namespace))
         return processes
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -17,12 +18,14 @@ from pathlib import Path
 import torch.distributed.run
 from helpers.ranks import ROOT, ensure_server
 
+TWO_RANKS = ("--standalone", "--nproc_per_node=2")
+TORCHRUNS_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 CLONE_NEWNET = 0x40000000
 
 
 def torchrun(script: str, *args: str, within: Sequence[str] = ()) -> subprocess.Popen:
     """A script on two ranks, in a process group of its own. `within`: what the command begins with."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *TWO_RANKS]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([*within, *launcher, script, *args], cwd=ROOT, start_new_session=True, **output)
 
@@ -32,15 +35,17 @@ class ForkedTorchrun:
 
     It is torchrun's own `main` with its own flags for that. What a test wants of a subprocess.Popen is here, too.
 
-    options: torchrun's. command: the script and its arguments. env: variables beside those of the server.
+    command: the script and its arguments. options: torchrun's. env: variables beside those of the server.
     namespace: a network namespace's name, or "".
     """
 
-    def __init__(self, options: Sequence[str], command: Sequence[str], env: dict[str, str], namespace: str) -> None:
+    def __init__(
+        self, *command: str, options: Sequence[str] = TWO_RANKS, env: dict[str, str] | None = None, namespace: str = ""
+    ) -> None:
         ensure_server()
         context = multiprocessing.get_context("forkserver")
         self._output, writing = context.Pipe(duplex=False)
-        self._process = context.Process(target=_torchrun, args=(options, command, env, namespace, writing))
+        self._process = context.Process(target=_torchrun, args=(command, options, env or {}, namespace, writing))
         self._process.start()
         writing.close()
         self.pid = self._process.pid
@@ -73,7 +78,7 @@ class ForkedTorchrun:
 
 
 def _torchrun(
-    options: Sequence[str], command: Sequence[str], env: dict[str, str], namespace: str, output: Connection
+    command: Sequence[str], options: Sequence[str], env: dict[str, str], namespace: str, output: Connection
 ) -> None:
     os.setsid()
     for descriptor in (1, 2):
@@ -88,7 +93,10 @@ def _torchrun(
 
 
 if __name__ == "__main__":
-    # A rank of ForkedTorchrun ends as a script does: torchrun would catch its exception for a report of its own.
+    # A rank of ForkedTorchrun is a script as another one: not with torchrun's handlers of signals, and an exception ends
+    # it, which torchrun would catch for a report of its own.
+    for number in TORCHRUNS_SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     sys.argv = sys.argv[1:]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
