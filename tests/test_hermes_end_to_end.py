@@ -117,7 +117,7 @@ ONE_FORM = pytest.mark.parametrize("protocol", ["hermes"], indirect=True)
 
 @ONE_FORM
 def test_evaluation_on_a_server_and_from_records_agrees_with_that_on_an_engine(own, exported, world):
-    with serving(exported, world, max_model_len=1000) as url:
+    with serving(exported, max_model_len=1000) as url:
         flags = [str(world / "config.yaml"), "--model.path", str(exported), "--eval.server", f"{SERVER}={url}"]
         run_script("evaluate.py", *flags, "--run.name", "served", ranks=1)
         python = {PYTHON: {"cache": str(world / "python.sqlite"), "mode": "replay_strict"}}

@@ -1,4 +1,4 @@
-"""A pretrained model on the papers' RL data: six steps under a reward of one's own, with a kill in between.
+"""A pretrained model on the papers' RL data: three steps under a reward of one's own, with a kill in between.
 
 The model is SmolLM2-135M without most of its layers, so it says nothing of sense; its tokenizer, template, head of 49k
 tokens and pretrained embeddings are real, and so are the questions.
@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 import pytest
 from helpers.kill import run_until_killed
-from helpers.pretrained import build_pretrained_model
+from helpers.pretrained import pretrained_model
 from helpers.ranks import ROOT, run_script
 from helpers.runs import differing
 
@@ -24,8 +24,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1), "length": len(solution_str)}
 '''
 CONFIG = """
-run: {num_steps: 6, validate_every: 0, save_every: 3, dump_every: 3}
-data: {num_prompts_per_step: 4, max_prompt_tokens: 320, overlong: drop}
+run: {num_steps: 3, validate_every: 0, save_every: 1, dump_every: 3}
+data: {num_prompts_per_step: 2, max_prompt_tokens: 320, overlong: drop}
 model: {compute_dtype: float32, recompute_every_n_layers: 0, shard_size: 1}
 engine: {dtype: float32, kv_cache_gib: 0.1, max_num_seqs: 16}
 rollout: {group_size: 4, max_response_tokens: 32, max_result_tokens: 16, answer_reserve_tokens: 8}
@@ -38,7 +38,7 @@ optim: {lr: 3.0e-4}
 
 @pytest.fixture(scope="module")
 def few_layers(tmp_path_factory) -> Path:
-    return build_pretrained_model(tmp_path_factory.mktemp("smollm2"), num_layers=3)
+    return pretrained_model(tmp_path_factory)
 
 
 @pytest.mark.slow
@@ -52,15 +52,15 @@ def test_the_real_questions_teach_a_real_model_also_after_a_kill(few_layers, tmp
              "--data.train", str(questions), "--reward.file", str(tmp_path / "reward.py"))  # fmt: skip
     run_script("train_rl.py", *flags, "--run.name", "whole")
     flags = (*flags, "--run.name", "killed")
-    in_step_4 = "arpo.engine:Engine.sync_weights", 5, 1  # the first fills the engine
-    run_until_killed(in_step_4, "train_rl.py", *flags)
+    in_step_2 = "arpo.engine:Engine.sync_weights", 3, 1  # the first fills the engine
+    run_until_killed(in_step_2, "train_rl.py", *flags)
     output = run_script("train_rl.py", *flags)
-    assert "from step 3" in output
+    assert "from step 1" in output
     whole, killed = tmp_path / "runs/whole", tmp_path / "runs/killed"
     assert differing(whole, killed) == []
     rows = [row for row in read_metrics(whole) if "reward/mean" in row]
-    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert [row["step"] for row in rows] == [1, 2, 3]
     # Both sides in float32, so the rollout's logprobs are the trainer's; and what is rewarded becomes more frequent.
     assert all(row["mismatch/kl"] < 1e-4 for row in rows)
-    assert sum(row["reward/mean"] for row in rows[-3:]) > sum(row["reward/mean"] for row in rows[:3])
+    assert rows[-1]["reward/mean"] > rows[0]["reward/mean"]
     shutil.rmtree(tmp_path / "runs")

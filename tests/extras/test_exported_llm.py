@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers.files import write_jsonl
-from helpers.pretrained import build_pretrained_model
+from helpers.pretrained import pretrained_model
 from helpers.ranks import run_script
 
 from arpo.evals.records import read_records
@@ -30,7 +30,7 @@ CONFIG = """
 run: {dir: @DIR@/runs}
 train_sft:
   run: {name: sft, num_steps: 20, validate_every: 0, save_every: 0}
-  model: {path: @DIR@/model, compute_dtype: float32, recompute_every_n_layers: 0}
+  model: {path: @MODEL@, compute_dtype: float32, recompute_every_n_layers: 0}
   data: {train: @DIR@/sft.jsonl, num_conversations_per_step: 2, max_tokens: 256, tools: [python]}
   optim: {lr: 2.0e-3, weight_decay: 0.0}
 evaluate:
@@ -45,12 +45,11 @@ evaluate:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
     """A folder with runs/sft, a model that knows both dialogues."""
-    folder = tmp_path_factory.mktemp("served")
-    build_pretrained_model(folder / "model", num_layers=3)
+    folder, model = tmp_path_factory.mktemp("served"), pretrained_model(tmp_path_factory)
     rows = [[("user", question), ("assistant", text)] for question, (_, text) in DIALOGUES.items()]
     write_jsonl(folder / "sft.jsonl", [{"messages": [{"role": r, "content": c} for r, c in row]} for row in rows])
     write_jsonl(folder / "questions.jsonl", [{"question": q, "answer": answer} for q, (answer, _) in DIALOGUES.items()])
-    (folder / "config.yaml").write_text(CONFIG.replace("@DIR@", str(folder)))
+    (folder / "config.yaml").write_text(CONFIG.replace("@DIR@", str(folder)).replace("@MODEL@", str(model)))
     run_script("train_sft.py", str(folder / "config.yaml"), ranks=1)
     return folder
 

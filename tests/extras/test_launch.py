@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.hub_server import HubServer
-from helpers.toy_run import build_toy_world
+from helpers.sft_world import build_sft_world
 
 from arpo.errors import UserError
 from extras import launch
@@ -80,17 +80,16 @@ def test_on_several_ranks_too_the_last_line_on_the_screen_is_ours(installed):
 
 @pytest.mark.slow
 def test_two_ranks_train_on_a_data_set_of_the_hub(installed, tmp_path):
-    world = build_toy_world(tmp_path)
+    world = build_sft_world(tmp_path, num_steps=1)
     rows = {"README.md": b"# toy", "train.jsonl": (world / "train.jsonl").read_bytes()}
     with HubServer({"datasets/toy/world": rows}) as server:
-        flags = ["--data.train", "toy/world", "--run.num_steps", "1", "--engine.kv_cache_gib", "0.05"]
-        env = server.environment(tmp_path / "cache")
-        done = call(installed, "arpo-rl", "--nproc_per_node=2", str(world / "config.yaml"), *flags, **env)
+        flags, env = ["--data.train", "toy/world"], server.environment(tmp_path / "cache")
+        done = call(installed, "arpo-sft", "--nproc_per_node=2", str(world / "config.yaml"), *flags, **env)
         assert done.returncode == 0, done.stderr[-3000:]
         assert server.downloads() == [None]  # the ranks share one cache, whose lock lets one of them fetch
-    assert done.stdout.splitlines()[-1] == f"tensorboard --logdir {world}/runs/rl/tb"  # as README promises
+    assert done.stdout.splitlines()[-1] == f"tensorboard --logdir {world}/runs/sft/tb"  # as README promises
     assert done.stdout.count("data.train: toy/world@") == 1
-    assert f"train: toy/world@{server.commit}:train.jsonl" in (world / "runs/rl/config.yaml").read_text()
+    assert f"train: toy/world@{server.commit}:train.jsonl" in (world / "runs/sft/config.yaml").read_text()
 
 
 @pytest.mark.parametrize(

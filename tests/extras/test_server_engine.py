@@ -204,7 +204,7 @@ def test_a_server_that_dies_ends_the_run_and_says_that_nothing_is_lost():
 @pytest.fixture(scope="module")
 def vllm_serve(tiny_model_dir, tmp_path_factory):
     """A `vllm serve` process of the tiny model; its address."""
-    with serving(tiny_model_dir, tmp_path_factory.mktemp("serve"), max_model_len=500) as url:
+    with serving(tiny_model_dir, max_model_len=500) as url:
         yield url
 
 

@@ -3,23 +3,39 @@
 Its tokenizer, template, head of 49k tokens and embeddings are the real ones.
 """
 
+import os
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from arpo.errors import UserError
 from extras.llm_demo import model as llm
 
+NUM_LAYERS = 3
 
-def build_pretrained_model(folder: Path, *, num_layers: int) -> Path:
-    """Write it to `folder`, out of the wheel; where that is not installed, the test is skipped."""
+
+def pretrained_model(tmp_path_factory) -> Path:
+    """Its folder, out of the wheel; where that is not installed, the test is skipped. Do not write into it.
+
+    It is built once, which takes twenty seconds, by the first worker of the tests that wants it.
+    """
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "pretrained"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            build(folder.with_suffix(".partial")).rename(folder)
+    return folder
+
+
+def build(folder: Path) -> Path:
     from transformers import AutoModelForCausalLM
 
     try:
         llm.save_from_wheel(folder, "not asked for")
     except UserError as error:
         pytest.skip(f"{error}")
-    model = AutoModelForCausalLM.from_pretrained(folder, num_hidden_layers=num_layers)
+    model = AutoModelForCausalLM.from_pretrained(folder, num_hidden_layers=NUM_LAYERS)
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder)
     return folder

@@ -93,8 +93,8 @@ def _torchrun(
 
 
 if __name__ == "__main__":
-    # A rank of ForkedTorchrun is a script as another one: not with torchrun's handlers of signals, and an exception ends
-    # it, which torchrun would catch for a report of its own.
+    # A rank of ForkedTorchrun is a script as another one, without torchrun's handlers, and an exception ends it, which
+    # torchrun would catch for a report of its own.
     for number in TORCHRUNS_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     sys.argv = sys.argv[1:]
