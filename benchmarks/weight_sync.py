@@ -167,18 +167,15 @@ def measure(folder: str, *, quick: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="13M parameters instead of 0.6B, one repeat")
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.folder:
-        measure(args.folder, quick=args.quick)
+    if "RANK" in os.environ:
+        with tempfile.TemporaryDirectory() as folder:
+            write_config(folder, quick=args.quick)
+            measure(folder, quick=args.quick)
         return
-    ranks = torch.cuda.device_count() or 2
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+    launch = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torch.cuda.device_count() or 2}")
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(folder, quick=args.quick)
-        quick = ["--quick"] if args.quick else []
-        sys.exit(subprocess.run([*launch, "--folder", folder, *quick], env=environment).returncode)
+    sys.exit(subprocess.run([sys.executable, *launch, *sys.argv], env=environment).returncode)
 
 
 if __name__ == "__main__":
