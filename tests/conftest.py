@@ -8,7 +8,6 @@ session-scoped and shared, so do not write into it; `helpers.models.build_tiny_m
 import gc
 import os
 from pathlib import Path
-from unittest import mock
 
 # Before torch: one thread each, here and in every process that a test starts. More would wait for one another.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -16,6 +15,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 from helpers.models import build_tiny_model
+from helpers.parsers import parsers_kept
 from helpers.worker_line import close_line_in_forks
 
 gc.disable()  # until pytest_collection_finish: a quarter of what importing the tests computes
@@ -67,19 +67,7 @@ def no_process_group_outlives_a_file():
 
 @pytest.fixture(scope="session", autouse=True)
 def one_parser_for_each_script():
-    """tyro builds the parser of a config's class anew at each call, which is most of the tenth of a second it takes."""
-    from tyro._parsers import ParserSpecification
-
-    build, built = ParserSpecification.from_callable_or_type, {}
-
-    def once(root, markers, description, parent_classes, *args, **settings):
-        if parent_classes:  # a section
-            return build(root, markers, description, parent_classes, *args, **settings)
-        if root not in built:
-            built[root] = build(root, markers, description, parent_classes, *args, **settings)
-        return built[root]
-
-    with mock.patch.object(ParserSpecification, "from_callable_or_type", staticmethod(once)):
+    with parsers_kept():
         yield
 
 

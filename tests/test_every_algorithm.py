@@ -18,7 +18,7 @@ from arpo.log import read_metrics
 pytestmark = pytest.mark.slow  # each run takes about eight seconds of computing
 
 SHORT = ["--run.num_steps", "2", "--run.validate_every", "0", "--run.save_every", "0", "--run.save_hf_every", "0"]
-SEARCHES = ["--model.path", "@WORLD@/searcher", "--optim.lr", "1e-3", "--rollout.max_response_tokens", "200",
+SEARCHES = ["--model.path", "@WORLD@/searcher", "--optim.lr", "1e-3", "--rollout.max_response_tokens", "160",
             "--rollout.max_result_tokens", "40", "--update.max_tokens_per_microbatch", "512"]  # fmt: skip
 """A model that calls a tool, so that there are trees."""
 ALGORITHMS = {

@@ -24,9 +24,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1), "length": len(solution_str)}
 '''
 CONFIG = """
-run: {num_steps: 3, validate_every: 0, save_every: 1, dump_every: 3}
+run: {num_steps: 3, validate_every: 0, save_every: 2, save_hf_every: 0, dump_every: 3}
 data: {num_prompts_per_step: 2, max_prompt_tokens: 320, overlong: drop}
-model: {compute_dtype: float32, recompute_every_n_layers: 0, shard_size: 1}
+model: {compute_dtype: float32, recompute_every_n_layers: 0}
 engine: {dtype: float32, kv_cache_gib: 0.1, max_num_seqs: 16}
 rollout: {group_size: 4, max_response_tokens: 32, max_result_tokens: 16, answer_reserve_tokens: 8}
 branching: {selector: arpo, num_initial_rollouts: 2}
@@ -50,12 +50,12 @@ def test_the_real_questions_teach_a_real_model_also_after_a_kill(few_layers, tmp
     parquet.write_table(parquet.read_table(QUESTIONS).slice(5000, 500), questions)  # each start tokenizes all of them
     flags = (str(tmp_path / "config.yaml"), "--model.path", str(few_layers), "--run.dir", str(tmp_path / "runs"),
              "--data.train", str(questions), "--reward.file", str(tmp_path / "reward.py"))  # fmt: skip
-    run_script("train_rl.py", *flags, "--run.name", "whole")
+    run_script("train_rl.py", *flags, "--run.name", "whole", ranks=1)
     flags = (*flags, "--run.name", "killed")
-    in_step_2 = "arpo.engine:Engine.sync_weights", 3, 1  # the first fills the engine
-    run_until_killed(in_step_2, "train_rl.py", *flags)
-    output = run_script("train_rl.py", *flags)
-    assert "from step 1" in output
+    in_step_3 = "arpo.engine:Engine.sync_weights", 4, 0  # the first fills the engine
+    run_until_killed(in_step_3, "train_rl.py", *flags, ranks=1)
+    output = run_script("train_rl.py", *flags, ranks=1)
+    assert "from step 2" in output
     whole, killed = tmp_path / "runs/whole", tmp_path / "runs/killed"
     assert differing(whole, killed) == []
     rows = [row for row in read_metrics(whole) if "reward/mean" in row]

@@ -75,6 +75,7 @@ def test_ranks_end_a_step_together_and_go_on_as_one_rank(dispatch, tmp_path):
 
 CARRIES = [
     "--rollout.carry_over", "1", "--loss.rollout_correction", "tis", "--engine.max_num_seqs", "8",
+    "--rollout.max_response_tokens", "40",
     "--run.num_steps", "6", "--run.validate_every", "3", "--run.save_every", "1",
     "--run.keep_checkpoints", "9", "--run.dump_every", "1",
 ]  # fmt: skip
