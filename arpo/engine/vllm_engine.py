@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arpo.config.sections import EngineConfig
+from arpo.engine import cpu_norms
 from arpo.engine.arguments import MAX_TOP_LOGPROBS, check_layers_for_cpu, llm_arguments
 from arpo.engine.containment import describe_start, explain, heap_kept, prepare_for_vllm, release_pools, silence
 from arpo.engine.noise import compile_draw, install_noise_hook
@@ -118,6 +119,7 @@ class Engine:
 
         executor = "external_launcher" if dist.is_initialized() and dist.get_world_size() > 1 else UniProcExecutor
         rotary_embedding._ROPE_DICT.clear()  # shared by engines; vLLM 0.22's dummy weights overwrite a reloaded one
+        arguments |= {"ir_op_priority": cpu_norms.register()} if self.device.type == "cpu" else {}
         if Engine.num_live == 0:  # what there is besides an engine stays, and need not be looked through at its end
             gc.collect()
             gc.freeze()
