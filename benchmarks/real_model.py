@@ -8,13 +8,14 @@ compute in the same dtype; the weights that are updated are float32.
 
 Rollout: the questions are answered with real Python calls; raw vLLM's `LLM.generate` then samples for the same prompts
 as many tokens for each trajectory as ours had, at the same temperature, without logprobs, entropies, stop strings and
-tools. It reads the results of a trajectory too, all at once, behind the prompt. `rollout_ratio` = our sampled tokens
-per second / raw vLLM's; `rollout_ratio_unread`: the same against raw vLLM that reads no results.
+tools, and with vLLM's own norms (see arpo/engine/cpu_norms.py). It reads the results of a trajectory too, all at once,
+behind the prompt. `rollout_ratio` = our sampled tokens per second / raw vLLM's; `rollout_ratio_unread`: the same
+against raw vLLM that reads no results.
 
 Update: the trajectories just sampled, in the same mini-batches. The plain loop pads four rows to a micro-batch,
 computes all logits (under autocast for bfloat16), and takes the same PPO loss and AdamW step; it recomputes nothing
-either. Rewards are made up
-(every other trajectory is right), for the speed does not depend on them. `ratio` = the plain loop's seconds / ours.
+either. Rewards are made up (every other trajectory is right), for the speed does not depend on them. `ratio` = the
+plain loop's seconds / ours.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def raw_seconds(
 ) -> float:
     """Return the time in which raw vLLM samples as many tokens for each trajectory."""
     from vllm import SamplingParams
+    from vllm.ir import ops
 
     engine.reset_prefix_cache()
     requests, params = [], []
@@ -100,7 +102,8 @@ def raw_seconds(
         options = {"temperature": cfg.rollout.temperature, "ignore_eos": True, "detokenize": False}
         params.append(SamplingParams(max_tokens=t.num_sampled_tokens, **options))
     started = time.perf_counter()
-    outputs = engine.llm.generate(requests, params, use_tqdm=False)
+    with ops.rms_norm.set_priority(["native"]), ops.fused_add_rms_norm.set_priority(["native"]):
+        outputs = engine.llm.generate(requests, params, use_tqdm=False)
     elapsed = time.perf_counter() - started
     assert all(len(o.outputs[0].token_ids) == p.max_tokens for o, p in zip(outputs, params, strict=True))
     return elapsed
