@@ -1,15 +1,15 @@
 """The three scripts with calls in JSON, from SFT to a report, on tiny models that call real Python."""
 
 import json
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers.calling_model import DIALOGUES, build_calling_model, conversation
 from helpers.edits import ROOT
 from helpers.files import read_jsonl, write_jsonl
-from helpers.ranks import run_script, try_script
+from helpers.ranks import run_script, script_on_ranks, try_script, wait_for_all
 from helpers.vllm_serve import SERVER, serving
 
 from arpo.evals.records import read_records
@@ -126,16 +126,23 @@ def test_evaluation_on_a_server_and_from_records_agrees_with_that_on_an_engine(o
     assert own == records(world, "served") == records(world, "replayed")
 
 
+def typing(file: Path, rank: int) -> None:
+    sys.stdin = file.open()
+
+
 @ONE_FORM
 def test_questions_are_answered_line_by_line_and_one_that_is_too_long_costs_nothing_else(world):
     typed = "one call\n\n" + "call " * 2000 + "\na wrong call\n"
-    command = [sys.executable, "-m", "extras.ask", str(world / "config.yaml")]
+    (world / "typed").write_text(typed)
 
-    found = subprocess.run(command, cwd=ROOT, input=typed, capture_output=True, text=True, timeout=300)
+    with script_on_ranks(
+        "extras/ask.py", str(world / "config.yaml"), ranks=1, prepare=partial(typing, world / "typed")
+    ) as (processes, output):
+        assert wait_for_all(processes, 30) == 0, output.read_text()
+        shown = output.read_text()
 
-    assert found.returncode == 0, found.stderr
-    one, rest = found.stdout.split("the question: ")
+    one, rest = shown.split("the question: ")
     assert "print(6 * 7)" in one and "boxed{42}" in one
     assert rest.startswith("1 of 1 prompts exceed max_prompt_tokens=400")
     assert rest.count("print(6 * 7)") >= 2 and rest.rstrip().endswith("boxed{42}.")
-    assert "\x1b" not in found.stdout  # colours are for terminals
+    assert "\x1b" not in shown  # colours are for terminals
