@@ -11,7 +11,8 @@ Nothing can be faster than the bound: the longest chain of one trajectory's tool
 engine decodes them alone, or the engine's time for all of them without any tool, whichever is larger.
 
 Also shown: tokens per second of the Engine's submit/step loop against vLLM's own `LLM.generate`, on the same requests
-with the same sampling parameters; and on requests without logprobs, entropies, stop strings and seeds ("bare").
+with the same sampling parameters; and on requests without logprobs, entropies, stop strings and seeds ("bare"). On a
+CPU also against itself with vLLM's own RMSNorm (`norms_ratio`; arpo/engine/cpu_norms.py).
 
 --against REF: only the streaming rollout, of the code here against that of a git ref; they take turns. The ratio is REF
 / here in CPU seconds of a rollout whose tools answer at once: above 1 the code here is faster.
@@ -153,12 +154,24 @@ def tokens_per_second(engine: Engine, prompts: list[Prompt], spec: SamplingSpec,
         "generate": lambda: generate(engine.sampling_params(spec)),
         "bare": lambda: generate(bare),
     }
+    if engine.device.type == "cpu":
+        rates["vllm_norms"], actions["vllm_norms"] = [], with_vllms_norms(ours)
     for _ in range(repeats + 1):
         for name, action in actions.items():
             started = clock()
             count = action()
             rates[name].append(count / (clock() - started))
     return {name: statistics.median(values[1:]) for name, values in rates.items()}
+
+
+def with_vllms_norms(action: Callable[[], int]) -> Callable[[], int]:
+    from vllm.ir import ops
+
+    def changed() -> int:
+        with ops.rms_norm.set_priority(["native"]), ops.fused_add_rms_norm.set_priority(["native"]):
+            return action()
+
+    return changed
 
 
 def longest_chain_s(groups: list[Group], seconds_per_token: float) -> float:
@@ -279,6 +292,7 @@ def main() -> None:
     result = {"name": "rollout_streaming", "ratio": of["lockstep"] / of["ours"], "ours": of["ours"]}
     result |= {"baseline": of["lockstep"], "unit": "s", "bound": bound, "ours_over_bound": of["ours"] / bound}
     result |= {"idle_share": of["idle"], "generate_ratio": rates["ours"] / rates["generate"]}
+    result |= {"norms_ratio": rates["ours"] / rates["vllm_norms"]} if "vllm_norms" in rates else {}
     print(json.dumps(result | {"bare_ratio": rates["ours"] / rates["bare"]}))
 
 

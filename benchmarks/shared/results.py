@@ -37,7 +37,7 @@ EXTRAS = {
     ),
     "real_model": ("rollout_ratio", "rollout_ratio_unread"),
     "rl_step_vs_trl": ("ratio_equal_lengths",),
-    "rollout_streaming": ("ours_over_bound", "idle_share", "generate_ratio", "bare_ratio"),
+    "rollout_streaming": ("ours_over_bound", "idle_share", "generate_ratio", "bare_ratio", "norms_ratio"),
     "sandbox_latency": ("trivial", "numpy", "calls_per_s_per_core", "waiting_s"),
     "weight_sync": ("cast", "gather", "packing", "over_gather", "over_gather_unpacked", "packing_pays_after"),
     "update_mfu": ("compile_ratio",),
