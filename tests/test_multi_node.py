@@ -120,13 +120,8 @@ def work(tmp_path, cluster):
 
     yield start
     for process in processes:
-        end(process)
-
-
-def end(process: ForkedTorchrun) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.close()
+        process.kill()
+        process.close()
 
 
 def wait_until(condition, processes: list[ForkedTorchrun]) -> None:
@@ -231,7 +226,7 @@ def test_a_cut_cable_ends_both_sides(work, cluster, tmp_path):
         assert line.startswith("error (rank 0): rank 1 (") and "no sign of life for 5 s" in line, line
         # torchrun itself may hang there, in its own store (Slurm ends it); the rank, which holds the GPU, must not.
         wait_until(lambda: not is_running(pid), [there])
-        os.killpg(there.pid, signal.SIGKILL)
+        there.kill()
         [line] = lines_of(there.communicate(HANG_S))
         assert line.startswith("error (rank 1): the store on the first node (") and "not answered for 5 s" in line, line
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import multiprocessing.connection
@@ -49,6 +50,7 @@ class ForkedTorchrun:
         self._process.start()
         writing.close()
         self.pid = self._process.pid
+        atexit.register(self.kill)  # of a test that has failed; multiprocessing would wait for it
 
     @property
     def returncode(self) -> int | None:
@@ -71,6 +73,11 @@ class ForkedTorchrun:
             parts.append(os.read(self._output.fileno(), 1 << 16))
         self._process.join()
         return b"".join(parts).decode(errors="replace")
+
+    def kill(self) -> None:
+        """End it and its ranks, where it still runs."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         self._process.join()
