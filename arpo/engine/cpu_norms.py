@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 PROVIDER = "vllm_cpu"
+VECTOR = 16
+"""Their loops take whole vectors of numbers, at most that long."""
 
 
 def register() -> dict[str, list[str]]:
@@ -25,7 +27,7 @@ def register() -> dict[str, list[str]]:
 
 
 def takes(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    return weight is not None and weight.dtype == x.dtype and variance_size is None
+    return weight is not None and weight.dtype == x.dtype and variance_size is None and x.shape[-1] % VECTOR == 0
 
 
 def takes_sum(

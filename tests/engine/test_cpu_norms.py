@@ -40,5 +40,8 @@ def test_they_compute_what_vllms_formula_does(ops, dtype):
 
 def test_what_they_do_not_take_goes_on_to_vllms_own(ops):
     x, weight = normal(5, 64, dtype=torch.bfloat16), normal(64, dtype=torch.float32)
-    for arguments in ((x, weight, 1e-6), (x, None, 1e-6), (x, weight.bfloat16(), 1e-6, 32)):
+    narrow = x[:, :20].contiguous(), weight[:20].bfloat16()
+    for arguments in ((x, weight, 1e-6), (x, None, 1e-6), (x, weight.bfloat16(), 1e-6, 32), (*narrow, 1e-6)):
         assert ops.rms_norm.dispatch(*arguments).provider == "native"
+    assert ops.fused_add_rms_norm.dispatch(narrow[0], *narrow, 1e-6).provider == "native"
+    assert_close(ops.rms_norm(*narrow, 1e-6), ops.rms_norm.impls["native"].impl_fn(*narrow, 1e-6))
