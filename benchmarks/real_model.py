@@ -50,6 +50,7 @@ from arpo.tools import make_tools
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, Prompt, Trajectory
 from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, update_policy
+from benchmarks.shared.vllms_norms import vllms_norms
 from train_rl import RLConfig
 
 ROWS_AT_ONCE = 4
@@ -92,7 +93,6 @@ def raw_seconds(
 ) -> float:
     """Return the time in which raw vLLM samples as many tokens for each trajectory."""
     from vllm import SamplingParams
-    from vllm.ir import ops
 
     engine.reset_prefix_cache()
     requests, params = [], []
@@ -102,7 +102,7 @@ def raw_seconds(
         options = {"temperature": cfg.rollout.temperature, "ignore_eos": True, "detokenize": False}
         params.append(SamplingParams(max_tokens=t.num_sampled_tokens, **options))
     started = time.perf_counter()
-    with ops.rms_norm.set_priority(["native"]), ops.fused_add_rms_norm.set_priority(["native"]):
+    with vllms_norms():
         outputs = engine.llm.generate(requests, params, use_tqdm=False)
     elapsed = time.perf_counter() - started
     assert all(len(o.outputs[0].token_ids) == p.max_tokens for o, p in zip(outputs, params, strict=True))

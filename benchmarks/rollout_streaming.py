@@ -47,6 +47,7 @@ from arpo.trajectory import Group, Prompt
 from benchmarks.shared.prescribed_tokens import PrescribedTokens
 from benchmarks.shared.tiny_model import LETTERS, write_model
 from benchmarks.shared.two_versions import rounds_of_both, serve_rounds
+from benchmarks.shared.vllms_norms import vllms_norms
 
 TOOL_TURNS = 3
 LATENCY_S = (0.05, 2.0)
@@ -155,23 +156,13 @@ def tokens_per_second(engine: Engine, prompts: list[Prompt], spec: SamplingSpec,
         "bare": lambda: generate(bare),
     }
     if engine.device.type == "cpu":
-        rates["vllm_norms"], actions["vllm_norms"] = [], with_vllms_norms(ours)
+        rates["vllm_norms"], actions["vllm_norms"] = [], vllms_norms()(ours)
     for _ in range(repeats + 1):
         for name, action in actions.items():
             started = clock()
             count = action()
             rates[name].append(count / (clock() - started))
     return {name: statistics.median(values[1:]) for name, values in rates.items()}
-
-
-def with_vllms_norms(action: Callable[[], int]) -> Callable[[], int]:
-    from vllm.ir import ops
-
-    def changed() -> int:
-        with ops.rms_norm.set_priority(["native"]), ops.fused_add_rms_norm.set_priority(["native"]):
-            return action()
-
-    return changed
 
 
 def longest_chain_s(groups: list[Group], seconds_per_token: float) -> float:
