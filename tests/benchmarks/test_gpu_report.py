@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from arpo.config.load import load_config
+from train_rl import RLConfig
+
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("gpu_report", ROOT / "benchmarks" / "gpu_report.py")
 gpu_report = sys.modules["gpu_report"] = importlib.util.module_from_spec(SPEC)
@@ -143,6 +146,15 @@ def test_the_report_asks_for_everything_that_the_gpu_tests_and_the_benchmarks_ho
     for section in gpu_report.sections("cuda"):
         script = next(part for part in section.command if "/" in part).partition("::")[0]
         assert (ROOT / script).exists(), script
+
+
+def test_train_rl_knows_the_flags_of_the_kits_runs():
+    for section in gpu_report.sections("cuda"):
+        if section.command[0] == "benchmarks/gpu/run_rl.py":
+            flags = [part for part in section.command[1:] if part != "{quick}"]
+            own = {flags.index(name) + n for name in ("--ranks", "--shape") if name in flags for n in (0, 1)}
+            rest = [part for n, part in enumerate(flags) if n not in own]
+            load_config(RLConfig, ["--data.train", "any.jsonl", *rest])
 
 
 def run_kit(folder: Path, *parts: str) -> dict[str, dict]:

@@ -16,6 +16,15 @@ from helpers.ranks import script_on_ranks, wait_for_all
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NAMES = [*sorted({path.stem for path in BENCHMARKS.glob("*.py")} - {"gpu_report", "weight_sync"}), "gpu/decode_steps"]
 
+CHECKS = {
+    "attention_backends": lambda result: result["auto"] == "sdpa" and result["difference"] < 1e-5,
+    "optimizer_step": lambda result: result["numbers"] > 10**6,
+    "rollout_streaming": lambda result: result["norms_ratio"] > 0,
+    "gpu/decode_steps": lambda result: result["step_ms_16"] > result["ours_ms_16"] > 0,
+    "gpu/colocated": lambda result: result["all_gather_gb_s"] > 0,
+}
+"""What a result must hold besides its name, of those that measure something right or wrong."""
+
 
 def begin(rank: int) -> None:
     sys.path.insert(0, str(BENCHMARKS))
@@ -42,7 +51,8 @@ def last_line(name: str, *flags: str, ranks: int, prepare: Callable[[int], None]
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_quick_run_ends_with_its_result(name):
-    assert last_line(name, ranks=1, prepare=begin_without_launcher)["name"] == Path(name).name
+    result = last_line(name, ranks=1, prepare=begin_without_launcher)
+    assert result["name"] == Path(name).name and CHECKS.get(name, bool)(result), result
 
 
 @pytest.mark.slow
@@ -51,4 +61,5 @@ def test_a_quick_run_ends_with_its_result(name):
     [("update_mfu", ["--shape", "tiny", "--hsdp"]), ("gpu/colocated", ["--shape", "tiny"]), ("weight_sync", [])],
 )
 def test_what_takes_all_gpus_runs_on_two_ranks(name, flags):
-    assert last_line(name, *flags, ranks=2, prepare=begin)["ours"] > 0
+    result = last_line(name, *flags, ranks=2, prepare=begin)
+    assert result["ours"] > 0 and CHECKS.get(name, bool)(result), result
