@@ -33,7 +33,8 @@ def begin(rank: int) -> None:
 
 def begin_without_launcher(rank: int) -> None:
     """It is a process as `python benchmarks/NAME.py` is, which only has its imports behind it."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                 "TORCHELASTIC_USE_AGENT_STORE"):  # fmt: skip
         del os.environ[name]
     begin(rank)
 

@@ -1,5 +1,7 @@
 """The parsers of the configs, each made once."""
 
+import inspect
+from dataclasses import replace
 from unittest import mock
 
 from tyro._parsers import ParserSpecification
@@ -12,8 +14,9 @@ def parsers_kept():
     def once(root, markers, description, parent_classes, *args, **settings):
         if parent_classes:  # a section
             return build(root, markers, description, parent_classes, *args, **settings)
-        if root not in built:
-            built[root] = build(root, markers, description, parent_classes, *args, **settings)
-        return built[root]
+        name = inspect.getfile(root.__origin__), root.__origin__.__qualname__  # a script's is of __main__, too
+        if name not in built:
+            built[name] = build(root, markers, description, parent_classes, *args, **settings)
+        return replace(built[name], f=root)
 
     return mock.patch.object(ParserSpecification, "from_callable_or_type", staticmethod(once))

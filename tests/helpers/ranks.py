@@ -31,7 +31,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers.processes import free_port
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from arpo.ranks import Ranks, init
@@ -77,8 +76,11 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any
 def start_ranks(world_size: int, body: Callable[..., Any], *args: Any, folder: str) -> mp.ProcessContext:
     """The same without waiting; the values go to `folder`."""
     ensure_server()
-    everything = (world_size, free_port(), folder, body, args)
-    return mp.start_processes(_rank, everything, nprocs=world_size, join=False, start_method="forkserver")
+    store = open_store()
+    everything = (world_size, store.port, folder, body, args)
+    context = mp.start_processes(_rank, everything, nprocs=world_size, join=False, start_method="forkserver")
+    context.store = store  # which lives as long
+    return context
 
 
 def _rank(rank: int, world_size: int, port: int, folder: str, body: Callable[..., Any], args: tuple) -> None:
@@ -137,8 +139,8 @@ def script_on_ranks(
     ensure_server()
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "output"
-        place = (ranks, free_port(), str(output), script, argv, prepare)
+        output, store = Path(folder) / "output", open_store()
+        place = (ranks, store.port, str(output), script, argv, prepare)
         processes = [context.Process(target=_script, args=(rank, *place)) for rank in range(ranks)]
         try:
             for process in processes:
@@ -195,9 +197,15 @@ def ensure_server() -> None:
         forkserver.ensure_running()
 
 
+def open_store() -> dist.TCPStore:
+    """The ranks' store, which torchrun's agent has, too: it is there before them, so that none has to try again."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 def take_place(rank: int, world_size: int, port: int) -> None:
     """The environment that torchrun gives a rank."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)  # as torchrun does; vLLM on a CPU leaves another one behind
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     torch.set_num_threads(1)

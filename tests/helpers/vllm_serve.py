@@ -50,7 +50,9 @@ def serving(model: Path, *, max_model_len: int) -> Iterator[str]:
 
 
 def _prepare(rank: int) -> None:
+    """Its engine's processes are forks as it is one itself: what vLLM spawns on a CPU would import all of it twice."""
     os.setsid()
+    multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 
 

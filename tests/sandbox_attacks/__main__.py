@@ -15,7 +15,7 @@ from sandbox_attacks.world import World, survivors
 
 HANG_S = 300.0
 """Longer than this is no end at all. They share the machine with each other, and perhaps with other work."""
-CONCURRENCY = 4
+CONCURRENCY = 8
 UNAVAILABLE = 77
 
 
