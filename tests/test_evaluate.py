@@ -6,11 +6,7 @@ on purpose, answer right) is played by a scripted server, in this process.
 
 import json
 import logging
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,7 +17,7 @@ from helpers.fakes import byte_tokenizer
 from helpers.kill import run_until_killed
 from helpers.models import build_tiny_model
 from helpers.processes import free_port
-from helpers.ranks import PATIENCE_S, ROOT, run_script
+from helpers.ranks import PATIENCE_S, ROOT, run_script, script_on_ranks
 from helpers.scripted_server import ScriptedServer
 from helpers.vllm_serve import SERVER
 from helpers.web_service import WebService, says
@@ -69,13 +65,6 @@ def of_run(world: Path, name: str) -> list[str]:
 def run(world: Path, name: str, *flags: str, ranks: int = 1) -> str:
     """What the evaluation prints."""
     return run_script("evaluate.py", *of_run(world, name), *flags, ranks=ranks)
-
-
-def start(world: Path, name: str, *flags: str) -> subprocess.Popen:
-    """evaluate.py as a user starts it, without torchrun, in a process group of its own."""
-    command = [sys.executable, "evaluate.py", *of_run(world, name), *flags]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **output)
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +118,12 @@ def test_every_benchmark_is_generated_graded_and_reported(whole):
 @pytest.mark.slow
 def test_a_run_killed_with_9_continues_on_two_ranks_and_generates_nothing_twice(whole, world):
     """Each trajectory has its own random stream, so the result is that of the run that was left alone."""
-    process = start(world, "killed", *flags_of(engine__max_num_seqs="2"))
+    flags = *of_run(world, "killed"), *flags_of(engine__max_num_seqs="2")
     dumps, deadline = world / "killed" / "trajectories", time.monotonic() + PATIENCE_S
-    while sum(path.read_text().count("\n") for path in dumps.glob("*.jsonl")) < 10:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    with script_on_ranks("evaluate.py", *flags, ranks=1) as ([process], output):
+        while sum(path.read_text().count("\n") for path in dumps.glob("*.jsonl")) < 10:
+            assert process.is_alive() and time.monotonic() < deadline, output.read_text()
+            time.sleep(0.005)
     finished = {path: path.read_bytes() for path in dumps.glob("*.jsonl")}
     assert 10 <= len(read_records(world / "killed")) < 56 and not (world / "killed" / "scores.json").exists()
     with (dumps / "xbench.0.jsonl").open("ab") as torn:

@@ -1,26 +1,18 @@
 """Asynchronous scheduling changes when results come, and nothing else."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).parents[2]
+from helpers.ranks import run_script
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends CUDA's streams; on a GPU see test_gpu.py")
 def test_tokens_logprobs_and_entropies_are_the_same_with_asynchronous_scheduling(tiny_model_dir):
     pytest.importorskip("vllm")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, ROOT / "tests" / "helpers" / "async_engine.py", tiny_model_dir]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    own, gpu, own_async, gpu_async = json.loads(ran.stdout.splitlines()[-1])
+    output = run_script("tests/helpers/async_engine.py", str(tiny_model_dir), ranks=1)
+    own, gpu, own_async, gpu_async = json.loads(output.splitlines()[-1])
     assert [run["async"] for run in (own, gpu, own_async, gpu_async)] == [False, False, True, True]
     assert own["done"] != gpu["done"], "the noise hook does not reach the sampler"
     for plain, other in ((own, own_async), (gpu, gpu_async)):
