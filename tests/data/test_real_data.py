@@ -1,4 +1,4 @@
-"""A pretrained model on the papers' RL data: three steps under a reward of one's own, with a kill in between.
+"""A pretrained model on the papers' RL data: two steps under a reward of one's own, with a kill in between.
 
 The model is SmolLM2-135M without most of its layers, so it says nothing of sense; its tokenizer, template, head of 49k
 tokens and pretrained embeddings are real, and so are the questions.
@@ -24,7 +24,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1), "length": len(solution_str)}
 '''
 CONFIG = """
-run: {num_steps: 3, validate_every: 0, save_every: 2, save_hf_every: 0, dump_every: 3}
+run: {num_steps: 2, validate_every: 0, save_every: 1, save_hf_every: 0, dump_every: 2}
 data: {num_prompts_per_step: 2, max_prompt_tokens: 320, overlong: drop}
 model: {compute_dtype: float32, recompute_every_n_layers: 0}
 engine: {dtype: float32, kv_cache_gib: 0.1, max_num_seqs: 16}
@@ -52,14 +52,14 @@ def test_the_real_questions_teach_a_real_model_also_after_a_kill(few_layers, tmp
              "--data.train", str(questions), "--reward.file", str(tmp_path / "reward.py"))  # fmt: skip
     run_script("train_rl.py", *flags, "--run.name", "whole", ranks=1)
     flags = (*flags, "--run.name", "killed")
-    in_step_3 = "arpo.engine:Engine.sync_weights", 4, 0  # the first fills the engine
-    run_until_killed(in_step_3, "train_rl.py", *flags, ranks=1)
+    in_step_2 = "arpo.engine:Engine.sync_weights", 3, 0  # the first fills the engine
+    run_until_killed(in_step_2, "train_rl.py", *flags, ranks=1)
     output = run_script("train_rl.py", *flags, ranks=1)
-    assert "from step 2" in output
+    assert "from step 1" in output
     whole, killed = tmp_path / "runs/whole", tmp_path / "runs/killed"
     assert differing(whole, killed) == []
     rows = [row for row in read_metrics(whole) if "reward/mean" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == [1, 2]
     # Both sides in float32, so the rollout's logprobs are the trainer's; and what is rewarded becomes more frequent.
     assert all(row["mismatch/kl"] < 1e-4 for row in rows)
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"]

@@ -137,7 +137,7 @@ def test_a_cell_that_prints_without_end_or_takes_too_much_memory_ends_the_notebo
 def test_limits_hold_for_each_cell_and_for_the_notebook(tier):
     """CPU limits with much patience, as a busy machine gives little CPU time per second."""
     burn = "import time\nend = time.process_time() + {}\nwhile time.process_time() < end: pass"
-    short = start(replace(CFG, wall_s=8.0, session_cpu_s=60.0), tier, kind=NotebookTool)
+    short = start(replace(CFG, wall_s=4.0, session_cpu_s=60.0), tier, kind=NotebookTool)
     long = start(replace(CFG, wall_s=120.0, session_cpu_s=60.0), tier, kind=NotebookTool)
     long.sandbox.close()
     limits = replace(long.limits(long.cfg), cpu_s=0.6, session_cpu_s=1.0)

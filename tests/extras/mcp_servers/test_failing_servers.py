@@ -54,10 +54,10 @@ def test_a_call_that_kills_every_server_is_given_up_as_a_failure_of_ours(tmp_pat
 
 @pytest.mark.slow
 def test_a_slow_call_is_told_so_and_a_server_that_hangs_is_started_again(monkeypatch):
-    monkeypatch.setattr("extras.tools.mcp.connection.PROBE_S", 10.0)  # on a busy machine a live server may be slow
-    with Running(entry(deadline_s=5, max_tries=2)) as running:
+    monkeypatch.setattr("extras.tools.mcp.connection.PROBE_S", 5.0)  # on a busy machine a live server may be slow
+    with Running(entry(deadline_s=3, max_tries=2)) as running:
         slow = running.call("wait", seconds=1000)
-        assert slow.text == "Error: wait gave no answer within 5 s." and slow.error_kind == "timeout"
+        assert slow.text == "Error: wait gave no answer within 3 s." and slow.error_kind == "timeout"
         assert not slow.infra_error and running.restarts() == 0
         hung = running.call("hang")
         assert (hung.error_kind, hung.infra_error) == ("unavailable", True)
