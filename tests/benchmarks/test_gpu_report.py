@@ -174,9 +174,8 @@ def run_kit(folder: Path, *parts: str) -> dict[str, dict]:
 def test_the_kit_runs_on_the_cpu(tmp_path):
     """Without what the engine's own tests and test_scripts.py run here, too. Its other runs of train_rl.py are this one
     with flags that test_multi_node.py and test_tensor_parallel.py have."""
-    parts = ["fsdp2", "a_tree_equals", "chunked_head", "attention_is", "offloaded", "checkpoint", "speed/update_mfu"]
+    parts = ["fsdp2", "a_tree_equals", "chunked_head", "attention_is", "offloaded", "checkpoint"]
     results = run_kit(tmp_path, *parts, "run/train_rl_small", "ranks/lost")
-    mfu, run = results["speed/update_mfu_tiny"], results["run/train_rl_small"]
-    assert mfu["name"] == "update_mfu" and 0 < mfu["ratio"] < 1
+    run = results["run/train_rl_small"]
     assert run["ranks"] == 1 and run["tools/all/calls"] > 0 and 0 <= run["mismatch/kl"] < 1e-5
     assert "rank 1" in results["ranks/lost"]["killed"]

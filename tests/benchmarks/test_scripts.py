@@ -20,6 +20,7 @@ CHECKS = {
     "attention_backends": lambda result: result["auto"] == "sdpa" and result["difference"] < 1e-5,
     "optimizer_step": lambda result: result["numbers"] > 10**6,
     "rollout_streaming": lambda result: result["norms_ratio"] > 0,
+    "update_mfu": lambda result: 0 < result["ratio"] < 1,
     "gpu/decode_steps": lambda result: result["step_ms_16"] > result["ours_ms_16"] > 0,
     "gpu/colocated": lambda result: result["all_gather_gb_s"] > 0,
 }
