@@ -1,5 +1,6 @@
 """Real processes for tests: several at once, optionally without root's right to write everywhere."""
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -8,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 fork = multiprocessing.get_context("fork")
 NOBODY = 65534
@@ -17,12 +18,24 @@ HANG_S = 240.0
 waits for it for ever."""
 
 
+@contextlib.contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Another thread that collects what tests have left may close a database, under SQLite's locks for all of them."""
+    gc.disable()
+    gc.collect()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def in_processes(work: Callable[[int], object], count: int = 1, *, as_nobody: bool = False) -> list:
     """`work(0)`, `work(1)`, ... in a process each, begun at the same moment; their results, in order."""
     start, pipes = fork.Barrier(count), [fork.Pipe(duplex=False) for _ in range(count)]
 
     def body(number: int) -> None:
         gc.freeze()  # what the parent left to collect is not ours: a process group joins threads that are not here
+        gc.enable()
         faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__)
         try:
             if as_nobody and os.getuid() == 0:
@@ -35,8 +48,9 @@ def in_processes(work: Callable[[int], object], count: int = 1, *, as_nobody: bo
         pipes[number][1].send(outcome)
 
     processes = [fork.Process(target=body, args=(number,)) for number in range(count)]
-    for process in processes:
-        process.start()
+    with nothing_collected():
+        for process in processes:
+            process.start()
     outcomes = []
     for process, (results, _) in zip(processes, pipes, strict=True):
         multiprocessing.connection.wait([results, process.sentinel])
@@ -55,7 +69,8 @@ def killed(work: Callable[[str, int], None], names: Sequence[str], after_s: floa
     for name in names:
         reading, writing = os.pipe()
         worker = fork.Process(target=work, args=(name, writing))
-        worker.start()
+        with nothing_collected():
+            worker.start()
         os.close(writing)
         workers.append((worker, os.fdopen(reading)))
     lines = [pipe.readline() for _, pipe in workers]  # all are in the middle of it now
