@@ -68,8 +68,9 @@ HEAD = """# Benchmarks
 `make results` runs every script of this folder and rewrites this table; `make bench` only checks that they run
 (--quick). `ratio` = baseline / ours, both measured in one run: above 1 we are faster (or smaller). What each script
 compares is said at its top; the baselines of those far below 1 are bounds (mcp_overhead: the call without a server;
-update_mfu: one large matrix product; weight_sync: one memcpy of the bytes). `settings`: full, or quick (small sizes,
-one repeat). Preliminary: other work shared the machine.
+sandbox_noisy_neighbours: calls that are alone; update_mfu: one large matrix product; weight_sync: one memcpy of the
+bytes). `scaling` is no speed: predicted / measured. `settings`: full, or quick (small sizes, one repeat). Preliminary:
+other work shared the machine.
 
 | benchmark | ratio | ours | baseline | unit | more | settings | date | hardware |
 |---|---|---|---|---|---|---|---|---|
