@@ -149,12 +149,13 @@ def test_the_report_asks_for_everything_that_the_gpu_tests_and_the_benchmarks_ho
 
 
 def test_train_rl_knows_the_flags_of_the_kits_runs():
-    for section in gpu_report.sections("cuda"):
-        if section.command[0] == "benchmarks/gpu/run_rl.py":
-            flags = [part for part in section.command[1:] if part != "{quick}"]
-            own = {flags.index(name) + n for name in ("--ranks", "--shape") if name in flags for n in (0, 1)}
-            rest = [part for n, part in enumerate(flags) if n not in own]
-            load_config(RLConfig, ["--data.train", "any.jsonl", *rest])
+    runs = [section for section in gpu_report.sections("cuda") if section.command[0] == "benchmarks/gpu/run_rl.py"]
+    assert len(runs) > 3
+    for section in runs:
+        flags = [part for part in section.command[1:] if part != "{quick}"]
+        own = {flags.index(name) + n for name in ("--ranks", "--shape") if name in flags for n in (0, 1)}
+        rest = [part for n, part in enumerate(flags) if n not in own]
+        load_config(RLConfig, ["--data.train", "any.jsonl", *rest])
 
 
 def run_kit(folder: Path, *parts: str) -> dict[str, dict]:

@@ -12,7 +12,7 @@ from helpers.ranks import run_script
 def test_tokens_logprobs_and_entropies_are_the_same_with_asynchronous_scheduling(tiny_model_dir):
     pytest.importorskip("vllm")
     output = run_script("tests/helpers/async_engine.py", str(tiny_model_dir), ranks=1)
-    own, gpu, own_async, gpu_async = json.loads(output.splitlines()[-1])
+    own, gpu, own_async, gpu_async = json.loads(next(line for line in output.splitlines() if line.startswith("[{")))
     assert [run["async"] for run in (own, gpu, own_async, gpu_async)] == [False, False, True, True]
     assert own["done"] != gpu["done"], "the noise hook does not reach the sampler"
     for plain, other in ((own, own_async), (gpu, gpu_async)):
