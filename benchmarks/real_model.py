@@ -134,7 +134,7 @@ def plain_update(cfg: RLConfig, groups: list[Group], repeats: int) -> float:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     size = cfg.update.num_prompts_per_minibatch
     is_bfloat16 = cfg.model.compute_dtype == "bfloat16"
 

@@ -17,20 +17,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
     """Return AdamW over the (sharded) parameters; norms and biases are not decayed.
 
-    Where there is a GPU it is fused, which torch would not choose for shards by itself, but take them one by one. A CPU
-    run keeps the plain one; the fused one's numbers differ by rounding.
+    It is fused, which torch would not choose for shards by itself, but take them one by one.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = torch.cuda.is_available() or None
-    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=fused)
+    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=True)
     # The state of which AdamW makes itself at its first step, when it would lie in what activations left behind: those
     # pieces of the GPU's memory could not go to vLLM again.
     for p in parameters:
-        step = torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu")
+        step = torch.zeros((), dtype=torch.float32, device=p.device)
         home = {"device": "cpu", "pin_memory": p.is_cuda} if cfg.offload else {}
         optimizer.state[p] = {"step": step} | {name: torch.zeros_like(p, **home) for name in MOMENTS}
     if cfg.offload:

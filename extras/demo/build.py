@@ -42,7 +42,7 @@ TASKS: dict[str, tuple[type[World], type[Trace]]] = {
     "long_silent": (SilentWorld, LongTrace),
     "notes": (NotesWorld, NotesTrace),
 }
-NUM_TRACES = {"sft_train": 20000, "sft_valid": 200}  # configs/demo_sft.yaml reads each one once
+NUM_TRACES = {"sft_train": 20000, "sft_valid": 200}  # enough for one epoch of configs/demo_sft.yaml
 NUM_QUESTIONS = {"rl_train": 2000, "rl_valid": 100, "test": 400}
 NUM_TOKENIZER_TRACES = 4000
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -258,7 +258,7 @@ def teach_recall(model: Qwen3ForCausalLM, words: list[int], seed: int, rank: int
     sequences of a step.
     """
     rng = random.Random(f"recall {seed}")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RECALL_LR, betas=(0.9, 0.95), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RECALL_LR, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
     model.train()
     for step in range(1, RECALL_STEPS + 1):
         for group in optimizer.param_groups:
