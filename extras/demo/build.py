@@ -42,7 +42,7 @@ TASKS: dict[str, tuple[type[World], type[Trace]]] = {
     "long_silent": (SilentWorld, LongTrace),
     "notes": (NotesWorld, NotesTrace),
 }
-NUM_TRACES = {"sft_train": 20000, "sft_valid": 200}  # enough for one epoch of configs/demo_sft.yaml
+NUM_TRACES = {"sft_train": 20000, "sft_valid": 200}  # configs/demo_sft.yaml reads each one once
 NUM_QUESTIONS = {"rl_train": 2000, "rl_valid": 100, "test": 400}
 NUM_TOKENIZER_TRACES = 4000
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
