@@ -7,11 +7,10 @@ On a CPU, CPU seconds of a rank, which other work on the machine hardly changes.
 Also shown: the same sync with one all-gather per parameter, which is what `DTensor.full_tensor` does; and one cast of
 the same parameters, below which no sync can come: the masters are float32, so it reads twice what the memcpy reads.
 
-`over_gather` is the sync / (cast + gather). It cannot come to 1: vLLM's reload copies each matrix twice more, into a
-new layer and from there into the one in use, which takes two of the memcpys above. On a CPU the engine also brings each
-matrix into oneDNN's layout, which a GPU's engine does not: `packing` are these seconds within the sync,
-`over_gather_unpacked` is the sync without them, and `packing_pays_after` the forward passes over 64 tokens in which
-products with packed matrices have saved as much.
+`over_gather` is the sync / (cast + gather). It cannot come to 1: vLLM copies what was gathered into its layers, which
+takes at least one of the memcpys above. On a CPU the engine also brings each matrix into oneDNN's layout, which a GPU's
+engine does not: `packing` are these seconds within the sync, `over_gather_unpacked` is the sync without them, and
+`packing_pays_after` the forward passes over 64 tokens in which products with packed matrices have saved as much.
 """
 
 import argparse
