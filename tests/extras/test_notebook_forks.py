@@ -50,7 +50,15 @@ def test_siblings_run_at_the_same_time_and_see_nothing_of_each_other(forking):
     "import signal\nsignal.setitimer(signal.ITIMER_PROF, 3600)",
     "import os\nos.close(0)\nassert os.open('f', os.O_RDWR | os.O_CREAT) == 0",
     "import subprocess, sys\np = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)",
-], ids=["thread", "open file", "mapped file", "timer", "CPU timer", "file as stdin", "child"])  # fmt: skip
+    # timer_create(2), fork(2): a child has none of its parent's timers and pending signals
+    "import ctypes\nlibc, timer = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p()\n"
+    "assert libc.timer_create(1, None, ctypes.byref(timer)) == 0\n"
+    "assert libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 3600, 0), None) == 0",
+    "import os, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [10])\nos.kill(os.getpid(), 10)",
+    "import signal, threading\nsignal.pthread_sigmask(signal.SIG_BLOCK, [40])\n"
+    "signal.pthread_kill(threading.get_ident(), 40)",
+], ids=["thread", "open file", "mapped file", "timer", "CPU timer", "file as stdin", "child", "POSIX timer", "signal",
+        "thread's signal"])  # fmt: skip
 def test_what_a_fork_would_not_have_forbids_it(forking, code):
     async def story(session: Notebook) -> str:
         await forking.run(f"x = 1\n{code}", CONTEXT, session)
@@ -117,7 +125,27 @@ def test_what_a_cells_last_processes_print_is_not_in_the_next_cells_result(forki
     assert texts(forking, *[leave, "print('mine')"] * 10)[1::2] == ["mine"] * 10
 
 
-def test_code_that_kills_its_siblings_costs_them_a_replay_and_no_result(forking):
+EACH_OTHER = "for pid in [int(n) for n in os.listdir('/proc') if n.isdigit() and int(n) not in (1, os.getpid())]:\n    "
+HOLD = "import time\nkept = []\ndef hold(*_):\n    kept.append(bytearray(64 << 20))\n    while True: pass\n"
+
+
+@pytest.mark.parametrize(("before", "attack"), [
+    ("", "os.kill(-1, signal.SIGKILL)"),
+    (HOLD + "signal.signal(10, hold)", EACH_OTHER + "os.kill(pid, 10); os.kill(pid, signal.SIGCONT)"),
+    (
+        HOLD + "signal.signal(14, hold)",
+        EACH_OTHER + "os.kill(pid, 14)\n" + EACH_OTHER + "os.kill(pid, signal.SIGCONT)\ntime.sleep(1)",
+    ),
+    ("", EACH_OTHER + "os.kill(pid, signal.SIGCONT)"),
+    ("", EACH_OTHER + "os.kill(pid, signal.SIGSTOP)"),
+    (
+        "signal.pthread_sigmask(signal.SIG_BLOCK, range(34, 64))",
+        EACH_OTHER + "[os.kill(pid, 34 + bit) for bit in b'\\x08\\x01']",
+    ),
+    ("signal.pthread_sigmask(signal.SIG_BLOCK, [50])", "import ctypes\n" + EACH_OTHER
+     + "assert ctypes.CDLL(None).syscall({'x86_64': 234, 'aarch64': 131}[os.uname().machine], pid, pid, 50) == 0"),
+], ids=["killed", "woken", "woken for long", "continued", "stopped again", "told", "its thread told"])  # fmt: skip
+def test_code_that_touches_its_siblings_costs_them_a_replay_and_no_result(forking, before, attack):
     runner = ToolRunner({"notebook": forking})
     parent, child = ToolContext("p", "0", 0), ToolContext("p", "0.0", 1)
 
@@ -127,17 +155,31 @@ def test_code_that_kills_its_siblings_costs_them_a_replay_and_no_result(forking)
         return result
 
     try:
-        call("x = 5", parent)
+        call(f"import os, signal\nx = 5\n{before}", parent)
         runner.sessions.mark(parent.owner, 1)
         runner.sessions.fork(parent.owner, 1, child.owner)
         runner.sessions.retain("p", [])
         assert call("x + 1", child).text == "6"
-        call("import os, signal\nos.kill(-1, signal.SIGKILL)", replace(parent, turn=1))
-        found = call("x + 2", replace(child, turn=2))
-        assert found.text == "7" and found.replayed == 2 and found.replay_mismatches == 0
+        call(attack, replace(parent, turn=1))
+        look = f"alive = []\n{EACH_OTHER}alive.append(open(f'/proc/{{pid}}/stat').read().split(') ')[1][0])\nalive"
+        assert call(look, replace(parent, turn=2)).text in ("[]", "['Z']")
+        found = call("x + 2, signal.sigpending()", replace(child, turn=2))
+        assert found.text == "(7, set())" and found.replayed == 2 and found.replay_mismatches == 0
     finally:
         runner.sessions.end_all()
         runner._loop.call_soon_threadsafe(runner._loop.stop)
+
+
+def test_siblings_that_leave_each_other_alone_are_never_replayed(forking):
+    async def story(one: Notebook) -> list[str]:
+        await forking.run("import os, subprocess, signal\nx = 1\nsignal.alarm(0)", CONTEXT, one)
+        two = await forking.fork(one, CONTEXT)
+        work = "subprocess.run(['true'])\nos.kill(os.getpid(), signal.SIGCONT)\nx += 1\nx"
+        found = [await answers_to(forking, session, work) for session in (one, two) * 3]
+        await forking.close(two)
+        return found
+
+    assert talk(forking, story) == [["2"], ["2"], ["3"], ["3"], ["4"], ["4"]]
 
 
 def test_processes_that_hide_their_memory_are_counted(forking):

@@ -2,10 +2,11 @@
 
     client.py  the trainer's end of a session
     family.py  S, the supervisor of sessions that were forked from one another; `serve`
+    waiting.py what S asks about a worker between two cells
     worker.py  W, the process that runs their cells; `serve_cells`
 
 The jail's host imports this folder before it is jailed, as `notebook_jail`, because CallLimits.sessions names it. So
-family.py and worker.py, which run there, import `sandbox` (the jail) and the standard library, and nothing of `arpo`.
+the last three, which run there, import `sandbox` (the jail) and the standard library, and nothing of `arpo`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """S, the supervisor of sessions that were forked from one another: it serves their cells, one at a time.
 
-A session is a worker (worker.py) that waits for its next cell. What it may leave behind is in its memory:
-between two cells it is stopped, the processes that it has started are killed, and the files it has written are removed,
-so no session can read or change another (it can kill it, which costs a replay), and a fork of the worker is all of it.
-A session that a fork would not copy whole (it has threads, children, open or mapped files) is not forked, and its
-branch replays.
+A session is a worker (worker.py) that waits for its next cell. Its state is its memory: between two cells the worker is
+stopped, the processes that it has started are killed, and its files are removed. So a fork of the worker is a copy of
+the session. A session that a fork would not copy whole (waiting.py) is not forked, and its branch replays.
+
+No session reads or writes the memory of another. A cell can send signals to the others' workers: a worker that is
+woken, or that has a signal waiting for it, is killed, and its session is replayed.
 
     client                               supervisor S (PID 1 of the family's namespace)
       == session 1's socket ==>            worker 1, stopped      (READY, cells, exit codes on its channel)
@@ -30,11 +31,10 @@ from sandbox.supervisor import BUSY_CPU_S, IO_TIMEOUT_S, Spare, Stream, prepare_
 from sandbox.trees import remove_tree
 
 from . import COPY, GREET
+from .waiting import is_alive, is_stopped, is_untouched, is_whole, stop
 from .worker import CELL, FORK, READY
 
 KILL_PATIENCE_S = 2.0
-OWN_FDS = {"0", "1", "2", "3"}
-"""Descriptors of a worker. A copy gets others for all but the first, which is /dev/null."""
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -97,6 +97,7 @@ class Member(Spare):
         return header, self.stdout.text(), self.stderr.text()
 
     def _exceeded(self, meter: Meter) -> str | None:
+        kill_touched(self.others)
         pids = [pid for pid in self.jail.processes(self.worker) if pid not in self.others]
         memory_bytes, cpu_s, num_tasks = meter.measure(pids)
         self.kept_bytes = max(0, memory_bytes - meter.host_bytes)
@@ -112,20 +113,6 @@ class Member(Spare):
         if num_tasks > limits.max_processes:
             return "process_limit"
         return "disk_limit" if self.jail.base and self.jail.is_over_quota(self.worker, self.scratch) else None
-
-    def is_whole(self) -> bool:
-        """Return whether a fork of the worker, which must not be hidden, copies all of the session."""
-        folder = f"/proc/{self.worker}"
-        try:
-            with open(f"{folder}/maps", "rb") as file:
-                has_lost_files = b" (deleted)\n" in file.read()
-            fds = set(os.listdir(f"{folder}/fd"))
-            has_files = not fds <= OWN_FDS or ("0" in fds and os.readlink(f"{folder}/fd/0") != os.devnull)
-            with open(f"{folder}/task/{self.worker}/children") as file:
-                is_alone = len(os.listdir(f"{folder}/task")) == 1 and not file.read().split()
-            return is_alone and not has_files and not has_lost_files
-        except OSError:
-            return False
 
 
 def serve(spare: Spare, conn: socket.socket, host_bytes: int) -> None:
@@ -185,6 +172,9 @@ class Family:
         member.others = tuple(m.worker for m in self.members.values() if m is not member)
         header, stdout, stderr = member.run(request, self.host_bytes)
         self._clean(member)
+        # A worker that was woken may have signalled one that was looked at before it.
+        while kill_touched(member.others):
+            pass
         if header.get("is_open"):
             header["memory_bytes"] += self._file_bytes(member.scratch)
         wire.send_reply(member.conn, header, stdout, stderr)
@@ -198,7 +188,7 @@ class Family:
             member.channel.sendall(FORK)
             if member.channel.recv(1) != FORK:
                 raise ConnectionError("the worker does not show itself")
-            if member.is_whole():
+            if is_whole(member.worker):
                 return self._forked(member, conn)
             member.channel.sendall(FORK)
             member.channel.recv(1)
@@ -251,7 +241,7 @@ class Family:
         """Leave nothing of the cell but its worker's memory: end other processes, remove files."""
         workers = self._workers()
         deadline = time.monotonic() + KILL_PATIENCE_S
-        while strays := [pid for pid in self.jail.processes(member.worker) if pid not in workers and _is_alive(pid)]:
+        while strays := [pid for pid in self.jail.processes(member.worker) if pid not in workers and is_alive(pid)]:
             for pid in strays:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -279,25 +269,17 @@ class Family:
         return {scratch: {path.split("/")[2] for path in self.jail.interpreter_in_tmp}, "/dev/shm": set()}
 
 
-def stop(worker: int) -> bool:
-    """Stop a child of ours, and wait until it is. Return False if it has ended."""
-    os.kill(worker, signal.SIGSTOP)
-    return os.waitid(os.P_PID, worker, os.WEXITED | os.WSTOPPED | os.WNOWAIT).si_code == os.CLD_STOPPED
+def kill_touched(workers: tuple[int, ...]) -> bool:
+    """Kill the workers that a cell of another session has woken or signalled. Return True if there were any.
 
-
-def is_stopped(worker: int) -> bool:
-    """Return whether a child of ours is stopped; not if it has ended, or is about to."""
-    state = os.waitid(os.P_PID, worker, os.WEXITED | os.WSTOPPED | os.WNOWAIT | os.WNOHANG)
-    return state is not None and state.si_code == os.CLD_STOPPED
-
-
-def _is_alive(pid: int) -> bool:
-    """Return whether the process runs; a zombie, which its parent has not waited for, does not."""
-    try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
+    Their memory and CPU time are counted nowhere, and a signal could carry a message between branches.
+    """
+    touched = [worker for worker in workers if is_alive(worker) and not is_untouched(worker)]
+    for worker in touched:
+        os.kill(worker, signal.SIGKILL)
+    for worker in touched:
+        os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)  # `_close` reaps it
+    return bool(touched)
 
 
 def _empty(folder: str, kept: set[str]) -> None:
