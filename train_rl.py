@@ -248,13 +248,20 @@ def load_models(
 ) -> tuple[Policy, Optimizer, TrainedCritic | None, Policy | None]:
     """Return the policy and its optimizer; critic and reference, where the algorithm has any. Collective."""
     ranks.seed_everything(cfg.run.seed + dist.rank)
-    policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=cfg.run.seed)
+    max_len = cfg.max_model_len
+    policy = load_policy(cfg.model, dist.mesh, device=dist.device, max_model_len=max_len, seed=cfg.run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
     critic = reference = None
     if cfg.advantage.needs_critic:
-        critic = TrainedCritic.load(cfg.critic_model, cfg.critic_optim, num_updates, dist)
+        critic = TrainedCritic.load(cfg.critic_model, cfg.critic_optim, num_updates, dist, max_model_len=max_len)
     if cfg.loss.kl_coefficient:
-        reference = load_policy(cfg.reference_model, dist.mesh, device=dist.device, offload=cfg.loss.offload_reference)
+        reference = load_policy(
+            cfg.reference_model,
+            dist.mesh,
+            device=dist.device,
+            max_model_len=max_len,
+            offload=cfg.loss.offload_reference,
+        )
         reference.requires_grad_(False)
     return policy, optimizer, critic, reference
 

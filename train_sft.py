@@ -90,7 +90,7 @@ def main(cfg: SFTConfig) -> None:
 
     # ---- policy and optimizer
     ranks.seed_everything(run.seed + dist.rank)
-    policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=run.seed)
+    policy = load_policy(cfg.model, dist.mesh, device=dist.device, max_model_len=cfg.data.max_tokens, seed=run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
     done_steps = saver.resume(policy, optimizer)
     log = RunLog(

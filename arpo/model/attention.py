@@ -93,14 +93,14 @@ def with_rows_only(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor,
             raise UserError(f"model.path: {type(module).__name__} cannot attend row by row, so it is not supported")
         unknown = {name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None}
         assert not unknown, f"attention by rows does not know {', '.join(unknown)}"
-        scale, dropout, window = options.get("scaling"), options.get("dropout", 0.0), options.get("sliding_window")
-        return attend(query, key, value, paths, scale, dropout, window), None
+        assert not options.get("dropout"), "settled_config has switched it off"
+        return attend(query, key, value, paths, options.get("scaling"), options.get("sliding_window")), None
 
     return attend_rows
 
 
 def attend_by_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, dropout: float, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, window: int | None
 ) -> Tensor:
     """Return (1, N, H, d) of queries (1, H, N, d), keys and values (1, H / group, N, d)."""
     keys, values = (gathered(x, paths.keys, dim=2).split(paths.num_keys, dim=2) for x in (key, value))
@@ -113,25 +113,21 @@ def attend_by_sdpa(
             k, v = (repeated(x, q.shape[1], dim=1) for x in (k, v))
         outs.append(
             F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scale, enable_gqa=True
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
         )
     return torch.cat(outs, dim=2).transpose(1, 2)
 
 
 def attend_by_varlen(
-    query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, dropout: float, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, window: int | None
 ) -> Tensor:
-    """Attend as `attend_by_sdpa` does, by torch's varlen_attn. Raises UserError for dropout, which it does not have.
+    """Attend as `attend_by_sdpa` does, by torch's varlen_attn.
 
     Not yet run on a GPU: tests/fake_gpu calls the real function, over kernels of its own.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    if dropout:
-        raise UserError(
-            f"the model's attention_dropout={dropout} needs model.attention=sdpa; set that, or dropout to 0"
-        )
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
     key, value = (gathered(x, paths.keys, dim=0) for x in (key, value))
     if not varlen_groups_heads():
@@ -160,7 +156,7 @@ def varlen_groups_heads() -> bool:
 
 
 def attend_by_flash_attn(
-    query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, dropout: float, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, window: int | None
 ) -> Tensor:
     """Attend as `attend_by_sdpa` does, with the flash-attn package."""
     from flash_attn import flash_attn_varlen_func
@@ -174,7 +170,6 @@ def attend_by_flash_attn(
         paths.key_starts,
         max(paths.num_queries),
         max(paths.num_keys),
-        dropout_p=dropout,
         softmax_scale=scale,
         causal=True,
         window_size=(window - 1, 0) if window else (-1, -1),

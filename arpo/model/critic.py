@@ -39,9 +39,9 @@ class Critic(nn.Module):
         return micro.to_rows(self.value_head(hidden_states(self.backbone, micro)[sources])[:, 0])
 
 
-def load_critic(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device) -> Critic:
+def load_critic(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device, max_model_len: int = 0) -> Critic:
     """Load the backbone of `cfg.path` with a fresh head. Collective; raises UserError like `load_policy`."""
-    hf = build_on_meta(cfg.path, attention_implementation(cfg, device))
+    hf = build_on_meta(cfg.path, attention_implementation(cfg, device), max_model_len=max_model_len)
     critic = Critic(hf.base_model).train()
     # float32 whatever the compute dtype: bfloat16 knows no value between 1 and 1.0078
     exact = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=True)
@@ -92,9 +92,11 @@ class TrainedCritic:
     """Of the run."""
 
     @classmethod
-    def load(cls, model: ModelConfig, cfg: OptimConfig, num_updates: int, dist: Ranks) -> TrainedCritic:
+    def load(
+        cls, model: ModelConfig, cfg: OptimConfig, num_updates: int, dist: Ranks, *, max_model_len: int = 0
+    ) -> TrainedCritic:
         """Load it, see `load_critic`. Collective."""
-        critic = load_critic(model, dist.mesh, device=dist.device)
+        critic = load_critic(model, dist.mesh, device=dist.device, max_model_len=max_model_len)
         return cls(critic, build_optimizer(critic, cfg), cfg, num_updates)
 
     def update(self, micros: list[MicroBatch], update: int, dist: Ranks) -> Metrics:

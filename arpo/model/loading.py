@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from arpo.errors import UserError
 from arpo.model.mixers import check_layers, run_by_rows
+from arpo.model.settled import settled_config
 
 TEXT = "model.language_model."
 """Begins the names of the text model's weights in the folder of a vision-language model; elsewhere it is "model."."""
@@ -28,15 +29,16 @@ OTHER_PARTS = ("model.visual.", "mtp.")
 """Begin the names of what the text model has not: the vision tower, and heads that predict further tokens."""
 
 
-def build_on_meta(path: str, attention: str) -> nn.Module:
+def build_on_meta(path: str, attention: str, *, max_model_len: int = 0) -> nn.Module:
     """Return the transformers model of the folder's config, float32, its parameters without memory.
 
-    Raises UserError for a model that transformers does not know, or that read_weights or head.py cannot handle.
+    max_model_len: see `settled_config`. Raises UserError for a model that transformers does not know, or that
+    read_weights or head.py cannot handle.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = settled_config(path, max_model_len=max_model_len)
         if quantization := getattr(config, "quantization_config", None):
             method = quantization.get("quant_method", "quantized")
             raise UserError(f"model.path={path}: {method} weights cannot be trained; use the model in bfloat16")
@@ -49,6 +51,8 @@ def build_on_meta(path: str, attention: str) -> nn.Module:
     check_layers(hf, path)
     check_head(hf)
     for name, module in hf.named_modules():
+        if isinstance(module, nn.Dropout):  # one that the config does not set
+            module.p = 0.0
         if list(module.buffers(recurse=False)) and not type(module).__name__.endswith("RotaryEmbedding"):
             raise UserError(f"model.path={path}: {type(hf).__name__} has buffers in {name}, which is not supported")
     run_by_rows(hf)
@@ -56,13 +60,18 @@ def build_on_meta(path: str, attention: str) -> nn.Module:
 
 
 def check_head(hf: nn.Module) -> None:
-    """Raise UserError where logits are not just hidden states times lm_head.weight, which is what head.py computes."""
-    extras = {"final_logit_softcapping": (None,), "logit_scale": (None, 1.0), "logits_scaling": (None, 1.0)}
+    """Raise UserError where logits are not hidden states times lm_head.weight, perhaps over `logits_divisor`."""
+    extras = {"final_logit_softcapping": (None,), "logit_scale": (None, 1.0)}
     for name, neutral in extras.items():
         if (value := getattr(hf.config, name, None)) not in neutral:
             raise UserError(f"model.path: {type(hf).__name__} has {name}={value} in its head, which is not supported")
     if not isinstance(getattr(hf, "lm_head", None), nn.Linear) or hf.lm_head.bias is not None:
         raise UserError(f"model.path: {type(hf).__name__} has no lm_head that is one matrix; it is not supported")
+
+
+def logits_divisor(hf: nn.Module) -> float:
+    """Return what the model divides its logits by, as Granite does; the head takes it as a temperature."""
+    return getattr(hf.config, "logits_scaling", None) or 1.0
 
 
 def materialize(model: nn.Module, device: torch.device, *, parameter_device: torch.device | None = None) -> None:

@@ -23,7 +23,7 @@ from arpo.model.attention import attention_backend, register
 from arpo.model.chat_template import excess_of
 from arpo.model.context_parallel import check_model, ulysses
 from arpo.model.head import token_logprobs
-from arpo.model.loading import build_on_meta, materialize, read_weights
+from arpo.model.loading import build_on_meta, logits_divisor, materialize, read_weights
 from arpo.model.mixers import masks
 
 Micro = TypeVar("Micro")
@@ -52,7 +52,7 @@ class Policy(nn.Module):
             hidden[sources],
             self.hf.lm_head.weight,  # whole: inside the root's forward, gathered once whatever the number of chunks
             targets,
-            temperature=temperature,
+            temperature=temperature * logits_divisor(self.hf),
             chunk_tokens=self.head_chunk_tokens,
         )
         return micro.to_rows(logprobs), micro.to_rows(entropies)
@@ -83,16 +83,23 @@ def hidden_states(backbone: nn.Module, micro: MicroBatch) -> torch.Tensor:
 
 
 def load_policy(
-    cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device, offload: bool = False, seed: int = 0
+    cfg: ModelConfig,
+    mesh: DeviceMesh,
+    *,
+    device: torch.device,
+    max_model_len: int = 0,
+    offload: bool = False,
+    seed: int = 0,
 ) -> Policy:
     """Build, shard, and only then load: each rank its own rows. Master weights and gradient reduction in float32,
     compute in `cfg.compute_dtype`.
 
+    max_model_len: the longest row, prompt and response, which some RoPE depends on; 0: vLLM's default for the model.
     offload: the shards stay in CPU memory, and each layer travels to the GPU, if there is one, for its forward pass.
     seed: for adapters, which are not in the folder. Collective. Raises UserError for missing or broken weights, and a
     head that is not a plain matrix.
     """
-    hf = build_on_meta(cfg.path, attention_implementation(cfg, device))
+    hf = build_on_meta(cfg.path, attention_implementation(cfg, device), max_model_len=max_model_len)
     if cfg.context_parallel > 1:
         check_model(hf.config, cfg.context_parallel)
     if cfg.lora_rank:

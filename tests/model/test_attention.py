@@ -35,7 +35,7 @@ TREE = RowPaths((5, 1, 3), (5, 4, 6), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 5, 0
 PACKED = RowPaths((4, 1, 3), (4, 1, 3))
 ALONE = RowPaths((1,), (1,))
 """An empty micro-batch"""
-PLAIN = {"scale": None, "dropout": 0.0, "window": None}
+PLAIN = {"scale": None, "window": None}
 
 
 def seen_by(paths: RowPaths, window: int | None) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_each_token_attends_to_its_row_up_to_itself(attend, window, paths, devic
         if device != "cpu":
             heads = [x.detach().to(CUDA).requires_grad_() for x in heads]
             weights, paths = weights.to(CUDA), paths.to(CUDA)
-        out = attend(*heads, paths.for_one_pass(), scale=0.3, dropout=0.0, window=window)
+        out = attend(*heads, paths.for_one_pass(), scale=0.3, window=window)
         ours = [x.cpu() for x in outcome(out, heads, weights)]
     for part, expected_part in zip(ours, expected, strict=True):
         assert part.shape == expected_part.shape
@@ -108,11 +108,6 @@ def test_before_torch_2_12_varlen_attn_has_no_grouped_heads(monkeypatch):
         varlen_groups_heads.cache_clear()
     assert len(calls) == 1
     torch.testing.assert_close(ours, expected)
-
-
-def test_varlen_refuses_dropout():
-    with pytest.raises(UserError, match=r"attention_dropout=0.1 needs model.attention=sdpa"):
-        attend_by_varlen(*random_heads(9), TREE, **PLAIN | {"dropout": 0.1})
 
 
 @pytest.mark.parametrize("attend", [attend_by_varlen, attend_by_flash_attn])

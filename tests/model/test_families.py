@@ -35,14 +35,52 @@ GATED_DELTA = HYBRID | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8
 }  # fmt: skip
 SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def rope(kind: str, theta: float, **more) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+
+
+def longrope(original: int = 4096, **more) -> dict:
+    """Of the size of this file's heads; the ratios are about those of Phi-3.5-mini."""
+    factors = {"short_factor": [1.0, 1.02, 1.03, 1.03], "long_factor": [1.08, 4.2, 32.8, 64.8]}
+    return rope("longrope", 1e4, original_max_position_embeddings=original, **factors, **more)
+
+
+LLAMA3 = {"high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
 EXACT = {
-    "qwen2": {}, "qwen3": {}, "llama": {}, "mistral": {"sliding_window": 4}, "ministral3": {}, "smollm3": {},
-    "olmo2": {}, "olmo3": SLIDING, "phi3": {}, "granite": {}, "glm": {}, "glm4": {}, "exaone4": SLIDING,
-    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
-    "arcee": {}, "hunyuan_v1_dense": {}, "ernie4_5": {},
-    "lfm2": HYBRID | {"layer_types": ["conv", "full_attention", "conv"]},
+    "qwen2": {"rms_norm_eps": 1e-6, "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}
+    | rope("default", 1e6),  # Qwen2.5-7B-Instruct
+    "qwen3": {"tie_word_embeddings": True, "max_position_embeddings": 40960} | rope("default", 1e6),  # Qwen3-0.6B
+    "llama": {"tie_word_embeddings": True, "max_position_embeddings": 131072}
+    | rope("llama3", 5e5, factor=32.0, **LLAMA3),  # Llama-3.2-1B
+    "mistral": {"sliding_window": 4} | rope("default", 1e4),  # Mistral-7B-v0.1, whose window is 4096
+    "ministral3": {"tie_word_embeddings": True, "max_position_embeddings": 262144}
+    | rope("yarn", 1e6, factor=16.0, llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0,
+           original_max_position_embeddings=16384, **YARN),  # Ministral-3-3B
+    "smollm3": {"tie_word_embeddings": True, "no_rope_layers": [1, 0]} | rope("default", 5e6),
+    "olmo2": {"attention_dropout": 0.0} | rope("default", 5e5),
+    "olmo3": SLIDING | {"max_position_embeddings": 65536}
+    | rope("yarn", 5e5, factor=8.0, attention_factor=1.2079441541679836, original_max_position_embeddings=8192, **YARN),
+    "phi3": {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144,
+             "tie_word_embeddings": True, "resid_pdrop": 0.0} | longrope(),  # Phi-4-mini
+    "granite": {"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22,
+                "logits_scaling": 8.0, "tie_word_embeddings": True, "attention_dropout": 0.1}
+    | rope("default", 1e7),  # Granite-3.x; the dropout is 3.0's
+    "glm": {"attention_bias": True} | rope("default", 1e4, partial_rotary_factor=0.5),
+    "glm4": {"attention_bias": True} | rope("default", 1e4, partial_rotary_factor=0.5),
+    "exaone4": SLIDING | {"max_position_embeddings": 131072} | rope("llama3", 1e6, factor=16.0, **LLAMA3),
+    "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1, "attention_bias": True} | rope("default", 1e7),
+    "arcee": {"max_position_embeddings": 65536}
+    | rope("yarn", 1e4, factor=20.0, mscale=1.0, original_max_position_embeddings=4096, **YARN),  # AFM-4.5B
+    "hunyuan_v1_dense": {"max_position_embeddings": 32768, "tie_word_embeddings": True}
+    | rope("dynamic", 1e4, alpha=1000.0, factor=1.0, mscale=1.0, mscale_all_dim=1.0, **YARN),  # Hunyuan-0.5B
+    "ernie4_5": {"tie_word_embeddings": True} | rope("default", 5e5),
+    "lfm2": HYBRID | {"layer_types": ["conv", "full_attention", "conv"]} | rope("default", 1e6),
     "qwen3_5_text": GATED_DELTA,
 }  # fmt: skip
+"""What the published configs of these families set, but for sizes: RoPE, dropout, windows, a tied head, scales."""
 
 
 def some_rows() -> list[Row]:
@@ -68,7 +106,7 @@ def test_rows_together_give_the_logprobs_and_gradients_of_each_row_alone(family,
     """By transformers' own forward pass and attention, in float32."""
     config = config_of(family, **EXACT[family])
     torch.manual_seed(0)
-    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").train()
+    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     hf.save_pretrained(tmp_path)
     rows = some_rows()
     pairs = list(row_by_row(hf, rows, 1.0))
