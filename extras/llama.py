@@ -99,8 +99,13 @@ class LlamaRules(FormatRules):
 
 def parse_row(row: dict) -> Conversation:
     """Parse one conversation of any style, with the calls of <tool_call> blocks in fields. Raises BadRow."""
-    conversation = hermes.parse_row(row)
+    conversation = hermes.parse_row(row, names_of=lambda text: hermes.names_in(text) or _name_in(text))
     return conversation._replace(messages=[with_fields(message) for message in conversation.messages])
+
+
+def _name_in(text: str) -> list[str]:
+    body = call_body(text)
+    return [] if body is None else [name_of_call(body, "parameters") or "unknown"]
 
 
 LLAMA = Form(LlamaCodec, LlamaRules(), parse_row)

@@ -23,6 +23,7 @@ from typing import Any
 from arpo.errors import UserError
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
+ALSO_READ = (".csv", ".gz")
 TIMEOUT_S = 30.0
 TRAIN_FILES = {
     "PeterJinGo/nq_hotpotqa_train": "train.parquet",
@@ -62,7 +63,7 @@ def parse(name: str) -> HubFile | None:
     if at := _ADDRESS.fullmatch(name):
         return HubFile(at["repo"], at["revision"] or at["branch"] or "", at["file"] or "")
     match = _NAME.fullmatch(name)
-    if not match or Path(name).exists() or (name.endswith(SUFFIXES) and not match["file"]):
+    if not match or Path(name).exists() or (name.endswith(SUFFIXES + ALSO_READ) and not match["file"]):
         return None
     return HubFile(match["repo"], match["revision"] or "", match["file"] or "")
 

@@ -7,6 +7,7 @@ are skipped with a warning, many stop the run.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable
@@ -16,13 +17,13 @@ from typing import Literal
 
 from arpo.data.rows import read_rows
 from arpo.errors import UserError
-from arpo.protocol.messages import BOX, DAMAGED_BOX, BadRow, parse_message
+from arpo.protocol.messages import BOX, DAMAGED_BOX, BadRow, as_list, parse_message
 from arpo.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
 
 QUESTION_FIELDS = ("prompt", "question", "Question", "problem", "query")
-ANSWER_FIELDS = ("answer", "answers", "golden_answers", "ground_truth")
+ANSWER_FIELDS = ("answer", "answers", "golden_answers", "ground_truth", "Final answer", "final_answer")
 MAX_BAD_ROWS, MAX_BAD_SHARE = 3, 0.01
 
 
@@ -37,7 +38,7 @@ def load_prompts(path: str | Path, *, source: str = "") -> list[Prompt]:
     Prompt(prompt_id='questions-000000', messages=[{'role': 'user', 'content': '1 + 1?'}], answers=['2'], ...)
     """
     path = Path(path)
-    is_generic = path.stem in ("test", "train", "valid", "dev")  # gsm8k/test.jsonl and gsm8k.jsonl: gsm8k
+    is_generic = path.name.partition(".")[0] in ("test", "train", "valid", "dev")  # gsm8k/test.jsonl: gsm8k
     source = source or (path.absolute().parent.name if is_generic else path.stem)
     prompts: list[Prompt] = []
     bad: list[str] = []
@@ -64,13 +65,12 @@ def load_prompts(path: str | Path, *, source: str = "") -> list[Prompt]:
 
 def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Prompt, bool]:
     """Return the prompt of a row of any schema, and whether it was repaired. Raises BadRow."""
-    rest = dict(row)
-    if {"question", "golden_answers"} <= rest.keys():  # Search-R1's: its prompt has tags of its own, metadata has pages
-        rest = {name: value for name, value in rest.items() if name not in ("prompt", "reward_model", "metadata")}
+    rest = _bare_question(dict(row))
     messages = _messages(_take(rest, QUESTION_FIELDS, "question"))
     reward_model = rest.pop("reward_model", None)
-    if isinstance(reward_model, dict) and "ground_truth" in reward_model:
-        answers = _answers(reward_model["ground_truth"], "reward_model.ground_truth")
+    has_truth = isinstance(reward_model, dict) and "ground_truth" in reward_model
+    if has_truth or (reward_model and not rest.keys() & {*ANSWER_FIELDS}):
+        answers = _answers(_ground_truth(reward_model), "reward_model.ground_truth")
     else:
         answers = _answers(_take(rest, ANSWER_FIELDS, "answer"), "answer")
     data_source = rest.pop("data_source", None) or default_source
@@ -87,6 +87,25 @@ def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Pro
     return (prompt if tools is None else replace(prompt, tools=tuple(tools))), repaired
 
 
+def _ground_truth(reward_model: object) -> object:
+    return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+
+
+def _bare_question(row: dict) -> dict:
+    """Return a row of Search-R1's, or of verl's copy of it, with its bare question. Its prompt asks for other tags than
+    ours, and its metadata has pages."""
+    left_out = ("prompt", "metadata")
+    if {"question", "golden_answers"} <= row.keys():
+        left_out = ("prompt", "metadata", "reward_model")
+    else:
+        truth, extra = _ground_truth(row.get("reward_model")), row.get("extra_info")
+        if not (isinstance(truth, dict) and isinstance(extra, dict) and isinstance(extra.get("question"), str)):
+            return row
+        kept = {name: value for name, value in extra.items() if name not in ("question", "tools_kwargs")}
+        row = row | {"question": extra["question"], "extra_info": kept}
+    return {name: value for name, value in row.items() if name not in left_out}
+
+
 def _take(row: dict, names: tuple[str, ...], meaning: str) -> object:
     """Remove and return the first of `names` that the row has; aliases of it stay in the row."""
     for name in names:
@@ -96,11 +115,14 @@ def _take(row: dict, names: tuple[str, ...], meaning: str) -> object:
 
 
 def _messages(value: object) -> list[dict[str, str]]:
+    value = as_list(value)
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         raise BadRow(f"the question must be text or a list of messages, not {type(value).__name__}")
     messages = [parse_message(m, "role", "content") for m in value]
+    if any("tool_calls" in message for message in messages):
+        raise BadRow("the question's messages have calls in fields; write them into the text")
     if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise BadRow("the question's last message must be a user message with text")
     return messages
@@ -112,9 +134,8 @@ def _answers(value: object, field: str) -> list[str]:
     >>> _answers(["NYC", "New York"], "answer"), _answers(70, "answer"), _answers("so 2+2=4\\n#### 4", "answer")
     (['NYC', 'New York'], ['70'], ['4'])
     """
-    values = list(value) if isinstance(value, list | tuple) else [value]
     answers = []
-    for v in values:
+    for v in _accepted(value):
         if isinstance(v, float) and not math.isfinite(v):
             v = None
         if isinstance(v, float) and v.is_integer():
@@ -127,13 +148,34 @@ def _answers(value: object, field: str) -> list[str]:
     return answers
 
 
+def _accepted(value: object) -> list:
+    """Return the accepted answers of a field: Search-R1's object with a target, TriviaQA's with aliases, a list, which
+    may be a JSON text where all of it are texts (Skywork-OR1), or one answer.
+
+    >>> _accepted('["34", "35"]'), _accepted("[34, 35]"), _accepted({"value": "NYC", "aliases": ["New York"]})
+    (['34', '35'], ['[34, 35]'], ['NYC', 'New York'])
+    """
+    if isinstance(value, dict) and "target" in value:
+        return _accepted(value["target"])
+    if isinstance(value, dict) and "value" in value and isinstance(value.get("aliases") or [], list):
+        return list(dict.fromkeys([value["value"], *(value.get("aliases") or [])]))
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            listed = json.loads(value)
+        except ValueError:
+            listed = None
+        if isinstance(listed, list) and listed and all(isinstance(one, str) for one in listed):
+            return listed
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 def _plain(value: object) -> object:
     """Return the value in JSON types only, for dumps and for messages between ranks."""
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
-    return value if isinstance(value, str | bool | int | float) else str(value)
+    return value if isinstance(value, str | bool | int | float | None) else str(value)
 
 
 def tokenize_prompts(

@@ -1,33 +1,47 @@
-"""Rows of parquet, jsonl and json-array files. Bad files are a UserError that names file and row."""
+"""Rows of parquet, jsonl, json-array and csv files. Bad files are a UserError that names file and row."""
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
+import sys
+import zlib
 from collections.abc import Iterator
+from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from arpo.config.bounded import check_plain, parse_json
 from arpo.errors import UserError
 
+KINDS = (".parquet", ".jsonl", ".json", ".csv")
 BOM = b"\xef\xbb\xbf"
 """What Excel and Windows put at the start of a UTF-8 file."""
 
 
 def read_rows(path: str | Path, *, part: int = 0, num_parts: int = 1) -> Iterator[tuple[str, dict]]:
-    """Yield the rows of a parquet, jsonl or json-array file as (place, row); the place is "file:line" or "file: row 3".
+    """Yield the rows of a parquet, jsonl, json-array or csv file as (place, row); the place is "file:line" or "file:
+    row 3". All but parquet may be packed by gzip (.jsonl.gz).
 
     Only a json array is read as a whole. `part` (from 0) of `num_parts` about equal, consecutive parts is read, so that
     ranks can share a file. Raises UserError for a file that is missing, empty, corrupt or of an unknown kind.
     """
     path = Path(path)
-    if path.suffix not in (".parquet", ".jsonl", ".json"):
-        raise UserError(f"{path}: unknown file type {path.suffix!r}; use .parquet, .jsonl or .json")
+    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    if kind not in KINDS or (path.suffix == ".gz" and kind == ".parquet"):
+        raise UserError(f"{path}: unknown file type {path.suffix!r}; use .parquet, .jsonl, .json, .csv or .jsonl.gz")
     try:
         if path.stat().st_size == 0:
             raise UserError(f"{path}: the file is empty; was the download or the export interrupted?")
-        yield from (_parquet_rows if path.suffix == ".parquet" else _json_rows)(path, part, num_parts)
+        if kind == ".parquet":
+            yield from _parquet_rows(path, part, num_parts)
+            return
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield from (_csv_rows if kind == ".csv" else _json_rows)(path, file, part, num_parts)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path}: not a whole gzip file ({error}); download or export it again") from None
     except OSError as error:
         raise UserError(f"{path}: cannot read the file ({error.strerror or error}); check the path") from None
     except UnicodeDecodeError as error:
@@ -39,10 +53,15 @@ def _parquet_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, 
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(path, arrow_extensions_enabled=True)
+        kinds = {field.name: field.type for field in file.schema_arrow}
         rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=256))
         for i, row in islice(enumerate(rows), *_bounds(file.metadata.num_rows, part, num_parts)):
-            yield f"{path}: row {i}", row
+            place = f"{path}: row {i}"
+            try:
+                yield place, {name: _as_written(value, kinds[name]) for name, value in row.items()}
+            except ValueError as error:
+                raise UserError(f"{place}: a value that should be JSON is not ({error}); export it again") from None
     except (pa.ArrowException, OSError) as error:  # a corrupt page is an OSError without errno
         if isinstance(error, OSError) and error.errno:
             raise
@@ -50,18 +69,55 @@ def _parquet_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, 
         raise UserError(f"{path}: not a readable parquet file ({reason}); download or export it again") from None
 
 
-def _json_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, dict]]:
-    with path.open("rb") as file:
-        is_array = path.suffix == ".json" and file.read(4).removeprefix(BOM)[:1] == b"["
-        file.seek(0)
-        for place, row in (_array_items if is_array else _lines)(path, file, part, num_parts):
-            if not isinstance(row, dict):
-                raise UserError(f"{place}: must be a JSON object, not {type(row).__name__}")
-            try:
-                check_plain(row)
-            except ValueError as error:
-                raise UserError(f"{place}: {error}; repair or remove the row") from None
-            yield place, row
+def _as_written(value: Any, kind: Any) -> Any:
+    """Return a value as it was before it became parquet, which keeps what differs between rows as a text of JSON
+    (`datasets` and its Json type), and gives every object the keys of all objects, with null for those of others."""
+    if isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json":
+        tree = parse_json(value)
+        check_plain(tree)
+        return tree
+    if isinstance(value, dict):
+        kinds = {field.name: field.type for field in kind}
+        return {name: _as_written(one, kinds[name]) for name, one in value.items() if one is not None}
+    return [_as_written(one, kind.value_type) for one in value] if _has_items(value, kind) else value
+
+
+def _has_items(value: Any, kind: Any) -> bool:
+    import pyarrow as pa
+
+    return isinstance(value, list) and not pa.types.is_map(kind)
+
+
+def _csv_rows(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, dict]]:
+    """Yield rows of text. An empty cell is a field that the row has not: csv cannot tell the two apart."""
+    csv.field_size_limit(sys.maxsize)
+    with TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        begin, end = 0, None
+        if num_parts > 1:
+            begin, end = _bounds(max(sum(1 for _ in csv.reader(text)) - 1, 0), part, num_parts)
+            text.seek(0)
+        rows = csv.DictReader(text, strict=True)
+        try:
+            for row in islice(rows, begin, end):
+                place = f"{path}:{rows.line_num}"
+                if None in row or None in row.values():
+                    raise UserError(f"{place}: has not the {len(rows.fieldnames)} columns of the first line; repair it")
+                yield place, {name: cell for name, cell in row.items() if cell}
+        except csv.Error as error:
+            raise UserError(f"{path}:{rows.line_num}: not valid csv ({error}); export it again") from None
+
+
+def _json_rows(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, dict]]:
+    is_array = ".json" in path.suffixes[-2:] and file.read(4).removeprefix(BOM)[:1] == b"["
+    file.seek(0)
+    for place, row in (_array_items if is_array else _lines)(path, file, part, num_parts):
+        if not isinstance(row, dict):
+            raise UserError(f"{place}: must be a JSON object, not {type(row).__name__}")
+        try:
+            check_plain(row)
+        except ValueError as error:
+            raise UserError(f"{place}: {error}; repair or remove the row") from None
+        yield place, row
 
 
 def _array_items(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, object]]:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
 from arpo.protocol.calls import UNKNOWN, Call, name_of_call, read_call
 from arpo.protocol.form import Form
 from arpo.protocol.format_rules import FormatRules, Segments, has_unpaired_think, last_turn
-from arpo.protocol.messages import BadRow, Conversation, json_of, parse_message, parse_turns, whole_call
+from arpo.protocol.messages import BadRow, Conversation, parse_turns, whole_call
 from arpo.protocol.schema import ToolSchema, read_json
 from arpo.protocol.template_codec import QUESTION, TemplateCodec
 
@@ -119,11 +119,23 @@ class HermesRules(FormatRules):
         return name_of_call(body, "arguments")
 
 
-def parse_row(row: dict) -> Conversation:
+def names_in(text: str) -> list[str]:
+    """Return the names of the calls in blocks of a text; "unknown" for a malformed one."""
+    names = []
+    for body, _ in call_bodies(text):
+        try:
+            names.append(str(json.loads(body)["name"]))
+        except (ValueError, KeyError, TypeError):
+            names.append("unknown")
+    return names
+
+
+def parse_row(row: dict, names_of: Callable[[str], list[str]] = names_in) -> Conversation:
     """Parse an SFT conversation of any style, whose calls stay what they are: fields, or text in blocks. Raises BadRow.
 
     A row may bring its own functions in `tools` (OpenAI's form or bare, as a list or as its JSON); else those of
-    data.tools are listed, unless the system message lists some itself.
+    data.tools are listed, unless the system message lists some itself. `names_of` returns the names of the calls in a
+    text.
     """
     messages: list[dict[str, Any]] = []
     names, ids = [], []  # of the newest calls
@@ -131,34 +143,50 @@ def parse_row(row: dict) -> Conversation:
         turns = list(group)
         found = [message.pop("ids", []) for message in turns]
         if role == "assistant":
-            names, ids = _names_of(turns[-1]), found[-1]
+            calls = turns[-1].get("tool_calls")
+            names = [call["name"] for call in calls] if calls else names_of(turns[-1]["content"])
+            ids = found[-1]
         elif role == "tool":
-            given = [one for [one] in found]
-            # Results that name their calls may stand in any order; those of a rollout are in the order of the calls.
-            if len(given) == len(ids) and sorted(given) == sorted({*ids}):
-                turns = [turns[given.index(one)] for one in ids]
-            for number, message in enumerate(turns):
-                message.setdefault("name", names[number] if number < len(names) else "unknown")
+            turns = _in_order(turns, [one for [one] in found], names, ids)
         messages += turns
-    return Conversation(messages, _functions(row.get("tools")))
+    tools = row.get("tools")
+    return Conversation(messages, _functions(row.get("functions") if tools is None else tools))
 
 
-def _turn(turn: object, role_key: str, text_key: str) -> list[dict[str, Any]]:
-    calls = turn.get("tool_calls") if isinstance(turn, dict) else None
-    if calls and not isinstance(calls, list):
-        raise BadRow(f"tool_calls must be a list, not {type(calls).__name__}")
-    message = parse_message({**turn, text_key: turn.get(text_key) or ""} if calls else turn, role_key, text_key)
-    if turn[role_key] == "function_call":
-        found = json_of(message["content"], "the text of a function_call is")
-        calls, message["content"] = found if isinstance(found, list) else [found], ""
-    if calls:
-        whole = [whole_call(call) for call in calls]
-        return [{**message, "tool_calls": whole, "ids": [str(call.get("id")) for call in calls]}]
+def _in_order(
+    results: list[dict[str, Any]], given: list[str | None], names: list[str], ids: list[str | None]
+) -> list[dict[str, Any]]:
+    """Return the results of a turn's calls, with their names, in the order of the calls, as those of a rollout are.
+
+    `given` are the ids of calls that the results name, `names` and `ids` those of the calls. Raises BadRow where there
+    is not one result for each call.
+    """
+    if len(results) != len(names):
+        raise BadRow(f"{len(names)} calls have {len(results)} results; each call has one")
+    for key, found, wanted in (
+        ("tool_call_id", given, ids),
+        ("name", [result.get("name") for result in results], names),
+    ):
+        if None in found or None in wanted or "unknown" in wanted or len({*wanted}) < len(wanted) or not wanted:
+            continue
+        if sorted(found) != sorted(wanted):
+            raise BadRow(f"{key} of the results is {found}, but the calls have {wanted}; each call has one result")
+        results = [results[found.index(one)] for one in wanted]
+        break
+    for name, result in zip(names, results, strict=True):
+        result.setdefault("name", name)
+    return results
+
+
+def _turn(message: dict[str, Any]) -> list[dict[str, Any]]:
+    if calls := message.get("tool_calls"):
+        ids = [str(call["id"]) if call.get("id") else None for call in calls if isinstance(call, dict)]
+        return [{**message, "tool_calls": [whole_call(call) for call in calls], "ids": ids}]
     if message["role"] != "tool":
         return [message]
-    named = {"name": turn["name"]} if isinstance(turn.get("name"), str) else {}
-    ids = [str(turn.get("tool_call_id"))]
-    return [{**message, **named, "ids": ids, "content": text} for text in _results(message["content"])]
+    call_id = message.pop("tool_call_id", None)
+    ids = [str(call_id) if call_id else None]
+    return [{**message, "ids": ids, "content": text} for text in _results(message["content"])]
 
 
 def _results(text: str) -> list[str]:
@@ -166,18 +194,6 @@ def _results(text: str) -> list[str]:
     if not (text.strip().startswith(RESPONSE) and text.strip().endswith(END)):
         return [text]
     return [part.partition(END)[0].strip("\n") for part in text.split(RESPONSE)[1:]]
-
-
-def _names_of(message: dict[str, Any]) -> list[str]:
-    if "tool_calls" in message:
-        return [call["name"] for call in message["tool_calls"]]
-    names = []
-    for body, _ in call_bodies(message["content"]):
-        try:
-            names.append(str(json.loads(body)["name"]))
-        except (ValueError, KeyError, TypeError):
-            names.append("unknown")
-    return names
 
 
 def _functions(tools: object) -> list[dict] | None:
@@ -188,17 +204,9 @@ def _functions(tools: object) -> list[dict] | None:
             return None  # names, as questions have them
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         return None
-    tools = [_without_none(tool) for tool in tools]
     if not all(isinstance(tool.get("function", tool).get("name"), str) for tool in tools):
         raise BadRow("an entry of tools has no name")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-
-
-def _without_none(value: Any) -> Any:
-    """Return a schema as it was before parquet gave every object the keys of all objects."""
-    if isinstance(value, list):
-        return [_without_none(one) for one in value]
-    return {k: _without_none(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 FORM = Form(HermesCodec, HermesRules(), parse_row)

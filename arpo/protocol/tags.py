@@ -10,16 +10,16 @@ A turn ends when the model closes a tool's tag or emits EOS. The result is appen
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from arpo.protocol.calls import TRUNCATION_MARK, Call, escape_tags, tag_pattern
 from arpo.protocol.codec import Codec, Rendered
 from arpo.protocol.form import Form
 from arpo.protocol.format_rules import FormatRules, Segments, boxed_answer, model_text
-from arpo.protocol.messages import BadRow, json_of, parse_message, parse_turns, whole_call
+from arpo.protocol.messages import BadRow, json_of, parse_turns, whole_call
 from arpo.trajectory import ToolCall
 
 PAPER_TOOLS = ("search", "python")
@@ -28,6 +28,7 @@ PAPER_TOOLS = ("search", "python")
 UNOPENED_TAG = "Error: </{tag}> has no <{tag}> before it in this turn. Write <{tag}> ... </{tag}>."
 EMPTY_CALL = "Error: the <{tag}> call is empty. Write what to run between <{tag}> and </{tag}>."
 _RESULT = re.compile(r"\s*<result>.*?</result>", re.DOTALL)
+_ENDS_IN_CALL = re.compile(r"</(?!(?:think|answer|result)>)[^\s<>/]+>\s*\Z")
 
 
 def reserved_tags(tools: Sequence[str]) -> tuple[str, ...]:
@@ -65,16 +66,21 @@ def render_result(text: str) -> str:
     return f" <result>\n{text}\n</result>"
 
 
-def merge_tool_messages(messages: list[dict[str, str]], tools: Sequence[str] = PAPER_TOOLS) -> list[dict[str, str]]:
-    """Join assistant / tool / assistant ... into one assistant turn with <result> spans, as the rollout writes it."""
-    merged: list[dict[str, str]] = []
+def merge_tool_messages(messages: list[dict[str, Any]], tools: Sequence[str] = PAPER_TOOLS) -> list[dict[str, Any]]:
+    """Join assistant / tool / assistant ... into one assistant turn with <result> spans, as the rollout writes it.
+
+    `untrained` of a turn are the (start, end) in its text of messages that were not to be trained on.
+    """
+    merged: list[dict[str, Any]] = []
     for last, message in pairwise([{"role": ""}, *messages]):
+        text, continues = message["content"], message["role"] == "assistant" and last["role"] == "tool"
         if message["role"] == "tool":
-            merged[-1]["content"] += render_result(escape_result(message["content"], tools))
-        elif message["role"] == "assistant" and last["role"] == "tool":
-            merged[-1]["content"] += message["content"]
-        else:
-            merged.append({"role": message["role"], "content": message["content"]})
+            text, continues = render_result(escape_result(text, tools)), True
+        turn = merged.pop() if continues else {"role": message["role"], "content": ""}
+        start, end = len(turn["content"]), len(turn["content"] + text)
+        if message.get("trained") is False:
+            turn = {**turn, "untrained": [*turn.get("untrained", []), (start, end)]}
+        merged.append({**turn, "content": turn["content"] + text})
     return merged
 
 
@@ -139,18 +145,28 @@ class TagsCodec(Codec):
     # -- conversations of SFT
 
     def _as_the_template_takes_it(
-        self, messages: list[dict[str, str]], functions: list[dict] | None
-    ) -> tuple[list[dict[str, str]], None]:
+        self, messages: list[dict[str, Any]], functions: list[dict] | None
+    ) -> tuple[list[dict[str, Any]], None]:
         return merge_tool_messages(messages, self.tools), None
 
-    def _add_run(self, row: Rendered, run: list[dict[str, str]], mask_results: bool) -> str:
+    def _add_run(self, row: Rendered, run: list[dict[str, Any]], mask_results: bool) -> str:
         """Add one turn, of which the spans of <result> are results."""
-        text, position = self._said(run[0]), 0
-        for span in _RESULT.finditer(text):
-            self._add(row, self.encode(text[position : span.start()]), True)
-            self._add(row, self.encode(span.group()), not mask_results)
-            position = span.end()
-        self._add(row, [*self.encode(text[position:]), self.tokenizer.eos_token_id], True)
+        text = self._said(run[0])
+        # _said may take text off both ends, the <think> of the prompt at the start
+        whole = run[0]["content"].rstrip() if self._trims else run[0]["content"]
+        shift = len(whole) - len(text)
+        untrained = [(start - shift, end - shift) for start, end in run[0].get("untrained", ())]
+        results = [span.span() for span in _RESULT.finditer(text)]
+        # In a rollout no end token follows a call or a result: it would teach the model to say nothing there.
+        end = len(text.rstrip())
+        if text[:end].endswith(self.stop_strings(self.tools)) or any(stop == end for _, stop in results):
+            untrained.append((end, len(text)))
+        cuts = {0, len(text), *(min(max(at, 0), len(text)) for span in results + untrained for at in span)}
+        for start, end in pairwise(sorted(cuts)):
+            is_result, is_left_out = (any(a <= start < b for a, b in spans) for spans in (results, untrained))
+            self._add(row, self.encode(text[start:end]), not is_left_out and not (is_result and mask_results))
+        ends_untrained = any(end >= len(text) for _, end in untrained)
+        self._add(row, [self.tokenizer.eos_token_id], not ends_untrained)
         return self._marked(text) + self.tokenizer.eos_token
 
 
@@ -218,32 +234,28 @@ def _think_error(text: str) -> str:
     return "" if tags == ["<think>", "</think>"] * (len(tags) // 2) else "unpaired_think"
 
 
-def parse_row(row: dict) -> list[dict[str, str]]:
+def parse_row(row: dict) -> list[dict[str, Any]]:
     """Parse an SFT conversation of either style. Raises BadRow.
 
     Function calls written as JSON, in fields or in <tool_call> blocks of the text, become tags. So may whole
     trajectories stand inside one assistant turn. A `tools` field is ignored: the system prompt says what the tools are.
     """
-    return parse_turns(row, lambda *turn: [_turn(*turn)])
+    messages = parse_turns(row, lambda message: [_turn(message)])
+    for previous, message in pairwise(messages):
+        if message["role"] == "tool" and not _ENDS_IN_CALL.search(previous["content"] * (previous["role"] != "tool")):
+            raise BadRow("a tool result must follow its call, and each call has one: <search> ... </search>")
+    return messages
 
 
-def _turn(turn: object, role_key: str, text_key: str) -> dict[str, str]:
-    """Parse a message and write its calls as text: <search> query </search>."""
-    if isinstance(turn, dict) and (calls := turn.get("tool_calls")):
-        if not isinstance(calls, list) or len(calls) > 1:
-            raise BadRow("one message has several tool_calls, but in the text protocol a turn ends with its first call")
-        message = parse_message({**turn, text_key: turn.get(text_key) or ""}, role_key, text_key)
-        return {**message, "content": message["content"] + _tag_of_call(calls[0])}
-    message = parse_message(turn, role_key, text_key)
-    if turn[role_key] == "function_call":
-        try:
-            call = json.loads(message["content"])
-        except ValueError:
-            return message  # written in the text protocol already
-        return {**message, "content": _tag_of_call(call[0] if isinstance(call, list) and len(call) == 1 else call)}
-    if message["role"] == "assistant" and "<tool_call>" in message["content"]:
-        return {**message, "content": _with_tag(message["content"])}
-    return message
+def _turn(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its calls as text: <search> query </search>."""
+    calls, text = message.get("tool_calls", []), message["content"]
+    if len(calls) > 1:
+        raise BadRow("one message has several tool_calls, but in the text protocol a turn ends with its first call")
+    if message["role"] == "assistant" and "<tool_call>" in text:
+        text = _with_tag(text)
+    kept = {"trained": False} if "trained" in message else {}
+    return {"role": message["role"], "content": text + "".join(map(_tag_of_call, calls)), **kept}
 
 
 def _with_tag(text: str) -> str:

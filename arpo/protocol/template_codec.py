@@ -179,14 +179,17 @@ class TemplateCodec(Codec):
         written = ""
         for role, group in groupby(run, key=itemgetter("role")):
             if role == "assistant":
-                text = self._said(next(group))
-                self._add(row, [*self.encode(text), self.tokenizer.eos_token_id], True)
+                message = next(group)
+                text = self._said(message)
+                is_trained = message.get("trained", True)
+                self._add(row, [*self.encode(text), self.tokenizer.eos_token_id], is_trained)
                 written += self._marked(text) + self.tokenizer.eos_token
             else:
                 results = list(group)
                 names = [message.get("name") or UNKNOWN for message in results]
                 after = self._after_calls(names, [message["content"] for message in results])
-                self._add(row, self._encode_rendered(after), not mask_results)
+                is_trained = not mask_results and all(message.get("trained", True) for message in results)
+                self._add(row, self._encode_rendered(after), is_trained)
                 written += after
         return written
 

@@ -87,9 +87,14 @@ def score_by_rule(
 
 
 def accuracy_function(answers: list[str], data_source: str, ability: str | None) -> RewardFn:
-    """Choose by `ability`, else by data source, else by what the answers look like: numbers and formulas are math."""
+    """Choose by `ability` (DAPO writes "MATH"), else by data source, else by what the answers look like: numbers and
+    formulas are math."""
     looks_like_math = all(_LOOKS_LIKE_MATH.fullmatch(answer.strip()) for answer in answers)
-    return ABILITIES.get(ability) or REWARDS.get(data_source) or (math_accuracy if looks_like_math else qa_accuracy)
+    return (
+        ABILITIES.get(str(ability).lower())
+        or REWARDS.get(data_source)
+        or (math_accuracy if looks_like_math else qa_accuracy)
+    )
 
 
 def score_groups(

@@ -10,6 +10,7 @@ from arpo.config.bounded import check_plain
 from arpo.data import read_rows
 from arpo.errors import UserError
 from arpo.protocol import FORMS
+from arpo.protocol.messages import BadRow, as_list, json_of, without_loss
 
 
 def read_conversations(
@@ -34,13 +35,31 @@ def read_conversations(
 
 
 def _with_messages(row: dict) -> dict:
-    """Return a row of TRL or Alpaca with `messages`, any other as it is."""
-    asked, said = row.get("prompt"), row.get("completion")
+    """Return a row of TRL or Alpaca with `messages`, any other as it is. Raises BadRow.
+
+    As their makers have it, TRL's prompt is not trained on, and the answers of Alpaca's `history` are.
+    """
+    if row.get("messages") or row.get("conversations"):
+        return row
     if isinstance(row.get("instruction"), str):
         more = row.get("input")
-        asked, said = row["instruction"] + (f"\n\n{more}" if isinstance(more, str) and more else ""), row.get("output")
-    if asked is None or said is None or {"messages", "conversations"} & row.keys():
+        asked = row["instruction"] + (f"\n\n{more}" if isinstance(more, str) and more else "")
+        return row | {"messages": [*_earlier(row.get("history")), *_pair(asked, row.get("output"))]}
+    asked, said = as_list(row.get("prompt")), as_list(row.get("completion"))
+    if asked is None or said is None:
         return row
-    asked = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
-    said = said if isinstance(said, list) else [{"role": "assistant", "content": said}]
-    return row | {"messages": [*asked, *said]}
+    asked = asked if isinstance(asked, list) else _pair(asked, None)
+    said = said if isinstance(said, list) else _pair(None, said)
+    return row | {"messages": [*map(without_loss, asked), *said]}
+
+
+def _pair(asked: object, said: object) -> list[dict[str, object]]:
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    return [message for message in messages if message["content"] is not None]
+
+
+def _earlier(history: object) -> list[dict[str, object]]:
+    history = (json_of(history, "history is") if isinstance(history, str) else history) or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise BadRow("history must be a list of [question, answer]")
+    return [message for asked, said in history for message in _pair(asked, said)]

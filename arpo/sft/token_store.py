@@ -41,7 +41,7 @@ from arpo.tools import system_prompt_for
 logger = logging.getLogger(__name__)
 
 OVERLONG = "overlong.jsonl"
-FORMAT = 3  # raise it when the same file would give other tokens, or another layout
+FORMAT = 4  # raise it when the same file would give other tokens, or another layout
 
 
 class ConversationRows(Sequence):
@@ -177,7 +177,7 @@ def _write_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path
 def render_row(conversation: list[dict] | Conversation, cfg: SFTDataConfig, codec: Codec, place: str) -> Rendered:
     messages, functions = conversation if isinstance(conversation, Conversation) else (conversation, None)
     try:
-        return codec.render_conversation(
+        rendered = codec.render_conversation(
             with_system_prompt(messages, cfg.system_prompt),
             mask_results=cfg.mask_results,
             train_turns=cfg.train_turns,
@@ -185,6 +185,9 @@ def render_row(conversation: list[dict] | Conversation, cfg: SFTDataConfig, code
         )
     except (ValueError, TemplateError) as error:  # TemplateError: templates refuse what they do not know
         raise UserError(f"{place}: {error}") from None
+    if not any(rendered.loss_mask):
+        raise UserError(f"{place}: no token would be trained, since the assistant's weights are 0; leave the row out")
+    return rendered
 
 
 def _defects(conversation: list[dict] | Conversation, codec: Codec) -> list[str]:

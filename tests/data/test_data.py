@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 from pathlib import Path
@@ -109,7 +110,13 @@ def test_many_bad_rows_stop_with_the_first_one_named(tmp_path):
         ("latin.jsonl", b'{"question": "\xe9", "answer": "b"}', "not UTF-8"),
         ("list.jsonl", b"[1]\n", r":1: must be a JSON object"),
         ("array.json", b'[{"question": "a"', r":1: not valid JSON"),
-        ("table.csv", b"question,answer", "unknown file type"),
+        ("table.xlsx", b"question,answer", "unknown file type"),
+        ("table.csv", b'question,answer\na,b\n"a', r":2: not valid csv"),
+        ("short.csv", b"question,answer\na\n", r":2: has not the 2 columns"),
+        ("long.csv", b"question,answer\na,b,c\n", r":2: has not the 2 columns"),
+        ("cut.jsonl.gz", gzip.compress(b'{"question": "a", "answer": "b"}')[:-9], "not a whole gzip file"),
+        ("plain.jsonl.gz", b'{"question": "a", "answer": "b"}', "not a whole gzip file"),
+        ("rl.parquet.gz", b"PAR1", "unknown file type"),
         ("rl.parquet", b"PAR1 garbage", "not a readable parquet file"),
         ("fields.jsonl", b'{"text": "a", "answer": "b"}', r":1: has no question: needs one of prompt, .*has text"),
         ("answer.jsonl", b'{"question": "a", "label": "b"}', r":1: has no answer"),

@@ -57,8 +57,9 @@ def test_results_that_name_their_calls_come_in_the_order_of_the_calls():
     called = {"role": "assistant", "content": "I look.", "tool_calls": calls}
     turns = [*dialogue("u:q"), called, *results, *dialogue("a:\\boxed{2}")]
     assert parse_conversation({"messages": turns}).messages == MESSAGES
-    results[0]["tool_call_id"] = "0"  # twice the same: as the file has them
-    assert [m["content"] for m in parse_conversation({"messages": turns}).messages[2:4]] == ["found", "2"]
+    results[0]["tool_call_id"] = "0"  # twice the same
+    with pytest.raises(BadRow, match="each call has one result"):
+        parse_conversation({"messages": turns})
 
 
 def test_calls_in_the_text_stay_and_wrapped_results_come_apart():
@@ -87,7 +88,7 @@ def test_llama_factorys_roles_have_one_or_several_calls():
     [
         (None, None), (["python"], None), ("python,search", None), ([], []), ("[]", []),
         ([{"type": "function", "function": CLOCK}], [{"type": "function", "function": CLOCK}]),
-        ([CLOCK | {"strict": None}], [{"type": "function", "function": CLOCK}]),
+        ([CLOCK | {"strict": None}], [{"type": "function", "function": CLOCK | {"strict": None}}]),
     ],
 )  # fmt: skip
 def test_a_row_may_bring_its_functions_in_every_form(tools, functions):
@@ -139,7 +140,8 @@ def test_for_llama_blocks_become_fields_and_json_that_is_a_turn_stays():
     ],
 )
 def test_what_llamas_form_has_not_is_refused_in_one_line(said, error):
-    row = {"messages": dialogue("u:q", f"a:{said}", "t:x", "a:\\boxed{2}")}
+    results = ["t:x"] * said.count("</tool_call>")
+    row = {"messages": dialogue("u:q", f"a:{said}", *results, "a:\\boxed{2}")}
     with pytest.raises((BadRow, UserError), match=re.escape(error)):
         render_row(parse_for_llama(row), SFT, llama_codec(), "x:1")
 
