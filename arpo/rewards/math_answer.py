@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 
+from arpo.rewards.math_text import from_unicode
 from arpo.rewards.qa import option_letter, unwrap
 
 MAX_CHARS = 1000
@@ -33,16 +34,26 @@ _UNITS = {
 _GAP = r"(?:\s|~|\\[,;: ])"
 _NUMBER = re.compile(r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)")
 _GROUPED = re.compile(rf"[-+]?[1-9]\d{{0,2}}(?:{_GAP}\d{{3}})+(?:\.\d+)?")
-_SCIENTIFIC = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d{1,2}")
+_SCIENTIFIC = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}")
 _MIXED = re.compile(r"([-+]?)(\d+)\s+(\d+)/(\d+)")
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
-_QUANTITY = re.compile(rf"(.*[\d)}}])({_GAP}*)([A-Za-z]+)", re.DOTALL)
+_UNIT = r"(?P<%s>[A-Za-z]+)(?:\^\{?(?P<%s>[23])\}?)?"
+_QUANTITY = re.compile(
+    rf"(?P<number>.*[\d)}}])(?P<gap>{_GAP}*){_UNIT % ('unit', 'power')}(?:/{_UNIT % ('per', 'per_power')})?", re.DOTALL
+)
+_REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar)\{(\d+)\}")
 _RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
-_EQUALS = re.compile(r"(?<![<>!:])=(?!=)")
+_EQUALS = re.compile(r"(?<![<>!:])=(?!=)|\\approx(?![A-Za-z])")
 _DASH = re.compile(r"\u2212|(?<![\w)}])[\u2010-\u2013]")  # a minus, unless it is the dash of a range: 3\u20135
 _FRACTION = re.compile(r"([-+]?\d+)/(\d*[1-9]\d*)|([-+]?)\\frac\{(\d+)\}\{(\d*[1-9]\d*)\}")
 _LETTERS = re.compile(r"[^\W\d_]{3}")
 _WORDS = re.compile(r"[^\W\d_]{4,}(?:[ '-][^\W\d_]+)*|[^\W\d_]+(?: [^\W\d_]{2,})+")
+_UNREAD = re.compile(
+    r"\\(?:[a-z]?dots|not|neg|lnot|l?or|land|vee|wedge|implies|iff|to|mid|middle|boxed|fbox|sout|[bx]?cancel)(?![A-Za-z])"
+    r"|\\[A-Za-z]*arrow(?![A-Za-z])|\.\.\.|\d\s*'|%.*\n\s*\S|^(?!.*\\begin\b).*\\\\(?![A-Za-z])",
+    re.DOTALL,
+)
+"""What math-verify drops or stops at: dots of a list, an alternative, what takes back the rest, a line break."""
 _BASE = re.compile(r"^([0-9A-Fa-f]+)_\{?(\d+)\}?$")
 
 
@@ -71,8 +82,9 @@ def math_equal(prediction: str, answer: str) -> bool:
         return False
     if prediction == answer or _without_spacing(prediction) == _without_spacing(answer):
         return True
-    if max(len(prediction), len(answer)) > MAX_CHARS:
+    if max(len(prediction), len(answer)) > MAX_CHARS or _UNREAD.search(prediction) or _UNREAD.search(answer):
         return False
+    whole = prediction, answer
     (prediction, unit), (answer, wanted_unit) = _quantity(prediction), _quantity(answer)
     if (unit and wanted_unit and unit != wanted_unit) or _is_false_equation(prediction):
         return False
@@ -82,22 +94,25 @@ def math_equal(prediction: str, answer: str) -> bool:
         prediction = prediction.replace(",", ".")  # no list of numbers: one number is wanted
     numbers = _rational(prediction), _rational(answer)
     if None not in numbers:
-        if numbers[0] == numbers[1] or not ("/" in prediction + answer or "\\" in prediction + answer):
-            return numbers[0] == numbers[1] or _is_rounding(prediction, answer)
-    elif re.fullmatch(r"\(?[A-Z]\)?", answer):
+        is_fraction = not _NUMBER.fullmatch(prediction)
+        return numbers[0] == numbers[1] or _is_rounding(
+            *((answer, prediction) if is_fraction else (prediction, answer))
+        )
+    if re.fullmatch(r"\(?[A-Z]\)?", answer):
         return (option_letter(prediction) or prediction.strip("()")) == answer.strip("()")
-    elif _WORDS.fullmatch(answer) or (_LETTERS.fullmatch(answer) and _LETTERS.fullmatch(prediction)):
+    if _WORDS.fullmatch(answer) or (_LETTERS.fullmatch(answer) and _LETTERS.fullmatch(prediction)):
         return prediction.casefold() == answer.casefold()  # to sympy, words are products: listen = silent
     bases = _BASE.match(prediction), _BASE.match(answer)
     if all(bases) and bases[0][2] != bases[1][2]:
         return False  # math-verify drops the subscript
     if bases[0] and numbers[1] is not None:
         return _in_base(bases[0][1], int(bases[0][2])) == numbers[1]
-    return _worker.equal(prediction, answer)
+    # where one of them has a unit, that may be a variable: mass times g
+    return _worker.equal(prediction, answer) or (bool(unit) != bool(wanted_unit) and _worker.equal(*whole))
 
 
 def _clean(text: str) -> str:
-    text = unwrap(_DASH.sub("-", text))
+    text = unwrap(_DASH.sub("-", from_unicode(text)))
     for left, right in ((r"\(", r"\)"), (r"\[", r"\]")):
         text = text.removeprefix(left).removesuffix(right).strip() if text.startswith(left) else text
     return text.rstrip(".").strip() if text != "." else text
@@ -114,19 +129,30 @@ def _quantity(text: str) -> tuple[str, str]:
     r"""Part a text from its unit ("" = none), and write a number plainly. "1\,000 dollars" -> ("1000", "dollar")"""
     unit = ""
     if match := _QUANTITY.fullmatch(text):
-        number, gap, word = match.groups()
-        name = _UNITS.get(word) or (_UNITS.get(word.removesuffix("s")) if len(word) > 2 else None)
-        if name and (gap or len(word) > 1):  # 5m may be a product
-            text, unit = number, name
+        name, per = _unit_name(match["unit"]), _unit_name(match["per"])
+        is_apart = match["gap"] or match["per"] or len(match["unit"]) > 1  # 5m may be a product
+        if name and is_apart and (per or not match["per"]):
+            text, unit = match["number"], f"{name}^{match['power'] or 1}/{per}^{match['per_power'] or 1}"
     if len(text) > 100:
         return text, unit
     if _GROUPED.fullmatch(text):
         return re.sub(_GAP, "", text), unit
     if _SCIENTIFIC.fullmatch(text):
         return str(Fraction(text)), unit
+    if match := _REPEATING.fullmatch(text):
+        sign, whole, once, again = match.groups()
+        nines = (10 ** len(again) - 1) * 10 ** len(once)
+        return f"{sign}{int(whole + once + again or 0) - int(whole + once or 0)}/{nines}", unit
     if (match := _MIXED.fullmatch(text)) and 0 < int(match[3]) < int(match[4]):
         return f"{match[1]}{int(match[2]) * int(match[4]) + int(match[3])}/{match[4]}", unit
     return text, unit
+
+
+def _unit_name(word: str | None) -> str:
+    """Return the name of a unit in any spelling; "" for another word, or for none."""
+    if not word:
+        return ""
+    return _UNITS.get(word) or (_UNITS.get(word.removesuffix("s"), "") if len(word) > 2 else "")
 
 
 def _is_false_equation(text: str) -> bool:
@@ -135,16 +161,19 @@ def _is_false_equation(text: str) -> bool:
     if not sides or (result := _rational(last)) is None:
         return False
     decimals = len(last.partition(".")[2])
-    rounding = Fraction(1, 2 * 10**decimals) if decimals else 0
+    rounding = Fraction(1, 2 * 10**decimals) if decimals or r"\approx" in text else 0
     return any(abs(value - result) > rounding for side in sides if (value := _rational(side)) is not None)
 
 
-def _is_rounding(text: str, answer: str) -> bool:
-    """Return whether a decimal has six significant digits, and is an answer of more decimals rounded to its own."""
+def _is_rounding(text: str, exact: str) -> bool:
+    """Return whether a text is a decimal of six significant digits, and `exact` rounded to its decimals. If that is a
+    decimal too, it must have more of them."""
     (_, _, decimals), digits = text.partition("."), re.sub(r"\D", "", text).lstrip("0")
-    if not decimals or len(digits) < 6 or len(answer.partition(".")[2]) <= len(decimals):
+    if not _NUMBER.fullmatch(text) or not decimals or len(digits) < 6:
         return False
-    return abs(_rational(text) - _rational(answer)) <= Fraction(1, 2 * 10 ** len(decimals))
+    if _NUMBER.fullmatch(exact) and len(exact.partition(".")[2]) <= len(decimals):
+        return False
+    return abs(_rational(text) - _rational(exact)) <= Fraction(1, 2 * 10 ** len(decimals))
 
 
 def _in_base(digits: str, base: int) -> int | None:

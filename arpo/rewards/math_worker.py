@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import resource
 import signal
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 CPU_S = 2.0  # CPU seconds, not wall time, so that a busy machine gives the same rewards as an idle one
 WALL_S = 60
 MEMORY_BYTES = 2 << 30
+LAST_LETTER = re.compile(r"(?<![A-Za-z\\])([A-Za-z])\s*$")
 
 
 def main() -> None:
@@ -24,13 +26,18 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from math_verify import LatexExtractionConfig, parse, verify
 
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+    folder = Path(__file__).resolve().parent
+    sys.path += [str(folder), str(folder.parent / "tools")]
+    import math_numbers
+    from math_text import from_python
     from sandbox.parser_jail import confine_parser
 
+    math_numbers.install()
     confine_parser()
-    extraction = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    # no ExprExtractionConfig: of what it cannot read it takes the last number, so that "n = 3k, k > 1" would be 1
+    extraction = [LatexExtractionConfig(boxed_match_priority=0)]
     print("ready", flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
@@ -38,7 +45,10 @@ def main() -> None:
         prediction, answer = json.loads(line)
         try:
             # without math-verify's own timeouts, which are signals too and would disarm ours
-            parsed = [parse(rf"\boxed{{{text}}}", extraction, parsing_timeout=None) for text in (answer, prediction)]
+            # braces around a last letter: it is a variable, which math-verify would drop for a unit
+            texts = [LAST_LETTER.sub(r"{\1}", from_python(text)) for text in (answer, prediction)]
+            texts = [rf"\boxed{{{text}}}" for text in texts]
+            parsed = [parse(text, extraction, parsing_timeout=None) for text in texts]
             equal = bool(verify(parsed[0], parsed[1], timeout_seconds=None))
         except (Exception, MemoryError, RecursionError):  # whatever sympy makes of it, it is no proof of equality
             equal = False

@@ -8,8 +8,10 @@ import unicodedata
 from collections import Counter
 
 _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit)\s*\{([^{}]*)\}")
+_MARKDOWN = re.compile(r"\s*(\*{1,3}|__|`{1,3})(?=\S)([^*`]*[^*`\s])\1")
 _CJK = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])")
-_OPTION = re.compile(r"\(?([A-J])\)?(?:[.):]\s.*|[.):])?$", re.DOTALL)
+# The lookahead refuses "A. is wrong; B", which names two.
+_OPTION = re.compile(r"(?!.+[;,:]\s*\(?[A-J]\)?\.?\s*$)\(?([A-J])\)?(?:[.):]\s.*|[.):])?$", re.DOTALL)
 # SQuAD deletes all punctuation, which makes -5 of 5 and 105 of 1.05; what belongs to a number stays.
 _NUMBER_MARK = re.compile(r"(?<=\d)[./](?=\d)|(?<![\w.)])[-\u2010-\u2013\u2212](?=[.\d])")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -17,7 +19,9 @@ _EXACT_ONLY = ("yes", "no", "noanswer")
 
 
 def unwrap(text: str) -> str:
-    r"""Remove LaTeX around plain words. "\text{(B)}" -> "(B)", "$5$" -> "5" """
+    r"""Remove LaTeX around words, and Markdown at the start. "\text{(B)}" -> "(B)", "$5$" -> "5", "**B.**" -> "B." """
+    if marked := _MARKDOWN.match(text):  # at the start alone: in x**2 + y**2 the stars are no marks
+        text = marked[2] + text[marked.end() :]
     return _WRAPPER.sub(r"\1", text).strip().strip("$").strip()
 
 
@@ -36,14 +40,14 @@ def tokens(text: str) -> list[str]:
     text = unicodedata.normalize("NFKC", unwrap(text)).lower()
     text = _THOUSANDS.sub("", text)
     marks = {match.start() for match in _NUMBER_MARK.finditer(text)}
-    text = "".join(
+    plain = "".join(
         ("-" if i in marks and c not in "./" else c)
         if i in marks or not (c in string.punctuation or unicodedata.category(c).startswith("P"))
         else ""
         for i, c in enumerate(text)
     ).replace("\u2212", "-")
-    words = _CJK.sub(r" \1 ", text).split()
-    return [word for word in words if word not in ("a", "an", "the")] or words
+    words = _CJK.sub(r" \1 ", plain).split()
+    return [word for word in words if word not in ("a", "an", "the")] or words or text.split()
 
 
 def token_f1(prediction: str, answer: str) -> float:

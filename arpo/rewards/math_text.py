@@ -1,0 +1,132 @@
+# ruff: noqa: RUF001 (the signs that look like letters are meant)
+r"""Mathematics that is not written in LaTeX, as LaTeX: Unicode's signs, and what Python and sympy print."""
+
+from __future__ import annotations
+
+import ast
+import re
+import unicodedata
+from fractions import Fraction
+
+_SIGNS = {
+    "°": r"^\circ ", "º": r"^\circ ", "∞": r"\infty ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ",
+    "×": r"\times ", "÷": r"\div ", "±": r"\pm ", "∓": r"\mp ", "≤": r"\le ", "⩽": r"\le ", "≥": r"\ge ",
+    "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ", "∉": r"\notin ", "∪": r"\cup ", "∩": r"\cap ",
+    "∅": r"\emptyset ", "∖": r"\setminus ", "⊂": r"\subset ", "⊆": r"\subseteq ", "∑": r"\sum ", "∏": r"\prod ",
+    "∫": r"\int ", "∨": r"\lor ", "∧": r"\land ", "¬": r"\neg ", "⇒": r"\implies ", "→": r"\to ", "∣": r"\mid ",
+    "…": r"\ldots ", "⋯": r"\cdots ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ",
+    "⟨": r"\langle ", "⟩": r"\rangle ", "′": "'", "″": "''", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
+    "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
+}  # fmt: skip
+_LETTERS = {i: unicodedata.normalize("NFKC", chr(i)) for i in (*range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800))}
+"""Full-width forms, and the letters of mathematical alphabets (what a copied PDF has) -> the plain ones."""
+_TABLE = {**_LETTERS, **{ord(sign): latex for sign, latex in _SIGNS.items()}}
+_POWER = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ]+")
+_INDEX = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋ₐₑᵢⱼₖₘₙₓ]+")
+_PARTS = re.compile("([0-9]?)([¼½¾⅐-⅞])")
+_ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|\\[a-z]+|[^\W\d_]))")
+_DEGREES = {"√": "", "∛": "[3]", "∜": "[4]"}
+
+_GREEK = re.findall(
+    "[a-z]+", "alpha beta gamma delta epsilon zeta eta theta kappa mu nu xi rho sigma tau phi chi psi omega"
+)
+_NAMES = {"pi": r"\pi", "oo": r"\infty", "E": "e", "I": "i", **{name: rf"\{name} " for name in _GREEK}}
+_FUNCTIONS = {
+    "sqrt": r"\sqrt{%s}", "cbrt": r"\sqrt[3]{%s}", "exp": "e^{%s}", "log": r"\ln{(%s)}", "ln": r"\ln{(%s)}",
+    "abs": "|%s|", "Abs": "|%s|", "factorial": "(%s)!", "floor": r"\lfloor %s\rfloor", "ceiling": r"\lceil %s\rceil",
+    "asin": r"\arcsin{(%s)}", "acos": r"\arccos{(%s)}", "atan": r"\arctan{(%s)}", "Rational": r"\frac{%s}{%s}",
+    "Fraction": r"\frac{%s}{%s}", "binomial": r"\binom{%s}{%s}",
+    **{name: rf"\{name}{{(%s)}}" for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")},
+}  # fmt: skip
+_PYTHON = re.compile(rf"\*|(?<![A-Za-z])(?:pi|oo|{'|'.join([*_FUNCTIONS, *_GREEK])})(?![A-Za-z])")
+"""What shows that a text without a backslash is Python's: a star, or one of the names."""
+_OMITTED_STAR = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?=(?!e[-+]?\d)[A-Za-z(])")
+
+
+def from_unicode(text: str) -> str:
+    r"""Write Unicode's signs in LaTeX.
+
+    >>> from_unicode("√6/2"), from_unicode("x²"), from_unicode("2½"), from_unicode("３，１４")
+    ('\\sqrt{6}/2', 'x^{2}', '2 1/2', '3,14')
+    """
+    if text.isascii():
+        return text
+    text = _POWER.sub(lambda m: f"^{{{_plain(m[0])}}}", text)
+    text = _INDEX.sub(lambda m: f"_{{{_plain(m[0])}}}", text)
+    text = _PARTS.sub(_fraction, text).replace("\u2044", "/")
+    text = "".join(" " if (kind := unicodedata.category(c)) == "Zs" else "" if kind == "Cf" else c for c in text)
+    text = text.translate(_TABLE)
+    return _ROOT.sub(lambda m: rf"\sqrt{_DEGREES[m[1]]}{{{m[2] or m[3] or m[4] or ''}}}", text)
+
+
+def _plain(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).replace("\u2212", "-")
+
+
+def _fraction(match: re.Match) -> str:
+    """Behind a digit, "½" makes a mixed number."""
+    above, below = unicodedata.normalize("NFKC", match[2]).split("\u2044")
+    return f"{match[1]} {above}/{below}" if match[1] else rf"\frac{{{above}}}{{{below}}}"
+
+
+def from_python(text: str) -> str:
+    r"""Write what Python or sympy prints in LaTeX; any other text stays as it is. Nothing is evaluated.
+
+    >>> from_python("pi/4"), from_python("x**2 + 1 = 0"), from_python("(1, 2*pi]"), from_python("cat")
+    ('\\frac{\\pi}{4}', '{x}^{2}+1=0', '(1,2\\cdot \\pi]', 'cat')
+    """
+    if "\\" in text or not _PYTHON.search(text):
+        return text
+    try:
+        return _list(text)
+    except (SyntaxError, ValueError, KeyError, TypeError, RecursionError, MemoryError):  # it is something else
+        return text
+
+
+def _list(text: str) -> str:
+    """Convert an answer that may be a list, a tuple, an interval or an equation. Raises as `ast.parse` and `_latex`."""
+    text = text.strip()
+    parts, depth, closed = [""], 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "([{") - (c in ")]}")
+        closed = closed or (depth == 0 and i + 1)
+        parts += [c, ""] if c in ",;=<>" and depth == 0 else []
+        parts[-1] += "" if c in ",;=<>" and depth == 0 else c
+    if len(parts) > 1:
+        return "".join(part if part in ("", *",;=<>") else _list(part) for part in parts)
+    if closed == len(text) and text[:1] in tuple("([{") and ("," in text or text[0] != "("):
+        opening, closing = (rf"\{bracket}" if bracket in "{}" else bracket for bracket in (text[0], text[-1]))
+        return opening + _list(text[1:-1]) + closing
+    source = _OMITTED_STAR.sub(r"\1*", text.replace("^", "**"))
+    return _latex(ast.parse(source, mode="eval").body)
+
+
+def _latex(node: ast.expr) -> str:
+    """Raises ValueError for what is no arithmetic, KeyError for an unknown name or function, TypeError for a call with
+    another number of arguments."""
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return str(Fraction(repr(number))) if "e" in repr(number) else repr(number)
+        case ast.Name(id=name):
+            return _NAMES[name] if name in _NAMES or len(name) > 1 else f"{{{name}}}"
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
+            return ("-" if isinstance(node.op, ast.USub) else "") + _bracketed(operand)
+        case ast.BinOp(left=left, op=ast.Div(), right=right):
+            return rf"\frac{{{_latex(left)}}}{{{_latex(right)}}}"
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return f"{_bracketed(left)}^{{{_latex(right)}}}"
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return rf"{_bracketed(left)}\cdot {_bracketed(right)}"
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as sign, right=right):
+            first = _bracketed(left) if isinstance(left, ast.Call) else _latex(left)
+            return f"{first}{'+' if isinstance(sign, ast.Add) else '-'}{_bracketed(right)}"
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
+            return _FUNCTIONS[name] % tuple(_latex(argument) for argument in arguments)
+    raise ValueError("no arithmetic")
+
+
+def _bracketed(node: ast.expr) -> str:
+    r"""Put brackets around all but a number, a name and a fraction; \cos (x)^2 would be the cosine of a square."""
+    text = _latex(node)
+    is_fraction = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+    return text if is_fraction or isinstance(node, ast.Constant | ast.Name) else f"({text})"
