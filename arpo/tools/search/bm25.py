@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import time
-import unicodedata
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from tantivy import Filter, Occur, Query, TextAnalyzerBuilder, Tokenizer
 from arpo.data.rows import read_rows
 from arpo.errors import UserError
 from arpo.tools.cache.sqlite_files import derived_paths, first_writable, lock_of
+from arpo.tools.search.words import asked, indexed
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +35,14 @@ _STOP_WORDS = """
     this those to was we were what when where which who whom whose why will with would you your
 """
 STOP_WORDS = frozenset(_STOP_WORDS.split())
-FORMAT = 2
+FORMAT = 3
 """Version of the index, raised when the code below changes; one of another version or tantivy is built anew."""
 BUILD_MEMORY_BYTES = 1_000_000_000
 """Most memory of the builder: a larger one makes fewer segments, which are searched one after the other."""
 ABOUT = "arpo.json"
 """File in the index's folder that says what the index was built from, with a checksum of its parts. Written last."""
 ANALYZER = TextAnalyzerBuilder(Tokenizer.simple()).filter(Filter.ascii_fold()).filter(Filter.lowercase()).build()
-"""Splits passages and queries, in NFC, into words of letters and digits without accents, in lower case."""
+"""Splits what words.py has prepared into words of letters and digits without accents, in lower case."""
 SCHEMA = (
     tantivy.SchemaBuilder()
     .add_text_field("words", tokenizer_name="words", index_option="freq")
@@ -66,7 +66,7 @@ class Bm25Index:
     def search(self, query: str, top_k: int) -> list[str]:
         """Return the `top_k` best passages, best first; equally good ones in the order of the corpus. [] = no match.
         Raises OSError where the index has been damaged since it was opened."""
-        terms = ranking_terms(ANALYZER.analyze(unicodedata.normalize("NFC", query).encode("utf-8", "replace").decode()))
+        terms = ranking_terms(ANALYZER.analyze(asked(query.encode("utf-8", "replace").decode())))
         if not terms:
             return []
         each = [Query.term_query(SCHEMA, "words", term, index_option="freq") for term in terms]
@@ -154,9 +154,8 @@ def _build(corpus: Path, path: Path, built_from: list) -> None:
         index = tantivy.Index(SCHEMA, path=str(building), reuse=False)
         index.register_tokenizer("words", ANALYZER)
         with index.writer(BUILD_MEMORY_BYTES, num_threads=1) as writer:  # its end commits, and waits for merges
-            for num_passages, (indexed, shown) in enumerate(read_corpus(corpus), 1):
-                words = unicodedata.normalize("NFC", indexed)
-                writer.add_document(tantivy.Document(words=words, shown=shown.encode(), row=num_passages))
+            for num_passages, (text, shown) in enumerate(read_corpus(corpus), 1):
+                writer.add_document(tantivy.Document(words=indexed(text), shown=shown.encode(), row=num_passages))
         if not num_passages:
             raise UserError(f"{corpus}: the corpus is empty; was the download or the export interrupted?")
         with corpus.open("rb") as file:

@@ -18,7 +18,7 @@ from arpo.tools.base import ToolResult
 from arpo.tools.cache.rows import cache_key, clean_query
 from arpo.tools.cache.store import open_cache
 from arpo.tools.http.policy import BreakerOpen
-from arpo.tools.search.bm25 import Bm25Index
+from arpo.tools.search.bm25 import FORMAT, Bm25Index
 from arpo.tools.search.browse import ReadingBackend
 from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages
 from arpo.tools.search.web import SERVICES, WITHOUT, HttpBackend, check_settings
@@ -53,7 +53,7 @@ class LocalBackend:
             "corpus_sha256": self.index.corpus_sha256,
             "top_k": cfg.num_passages,
             "max_passage_chars": MAX_PASSAGE_CHARS,
-            "index": "tantivy",  # keys of older caches that lack it are of SQLite's ranking
+            "index": f"tantivy {FORMAT}",  # what an index of another kind has found is asked again
         }
 
     async def search(self, query: str) -> str:

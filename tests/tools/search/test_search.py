@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (full-width and other letters are meant)
 """The search tool and its local index: real SQLite, real tantivy, real processes."""
 
 import asyncio
@@ -131,6 +132,63 @@ def test_words_are_found_whatever_their_case_and_accents(tmp_path):
     for query in ("cafe zurich", "CAFÉ ZÜRICH", "Cafe\u0301 Zu\u0308rich"):
         assert built.search(query, 3) == ["Café Zürich", "Cafe\u0301 Zu\u0308rich, decomposed"]
     assert built.search("angstrom", 3) == built.search("foo_bar", 3) == ["ÅNGSTRÖM foo_bar"]
+
+
+CORPUS_OF_SCRIPTS = [
+    "孔子是中国古代的思想家和教育家，出生于山东曲阜。",
+    "鲁迅原名周树人，浙江绍兴人，著有《狂人日记》。",
+    "刷新令牌怎么实现，邮轮反馈，每日复盘 cron 备份",
+    "東京は日本の首都であり、人口は約1400万人である。ｶﾞｲﾄﾞ付き",
+    "スーパーマーケットでサーバーを買う",
+    "서울은 대한민국의 수도이며 인구가 가장 많다.",
+    "서점 앞에서 울고 있는 아이를 보았다.",
+    "울타리 너머로 개가 짖고 있었다.",
+    "กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย",
+    "เชียงใหม่เป็นจังหวัดทางภาคเหนือ",
+    "तैनाती के लिए डॉकर का उपयोग हिन्दी में",
+    "Le déploiement français à Đà Nẵng, Straße und ﬁne Æther",
+    "Развёртывание должно быть автоматическим; новый май",
+    "ΟΔΟΣ ΑΘΗΝΩΝ και İstanbul",
+    "ＡＢＣ１２３ 全角文字",
+    "Paris is the capital of France.",
+]
+
+
+@pytest.mark.parametrize(
+    ("query", "row"),
+    [
+        ("孔子出生于哪里", 0),
+        ("山东曲阜", 0),
+        ("鲁迅的原名是什么", 1),
+        ("令牌", 2),  # vshulcz/deja-vu#337
+        ("邮轮 反馈", 2),
+        ("每日复盘 cron 备份", 2),  # MemPalace/mempalace PR#1338
+        ("日本の首都", 3),
+        ("1400万人", 3),
+        ("ガイド", 3),  # half-width in the corpus
+        ("サーバー", 4),  # the long-vowel mark: rohitg00/agentmemory PR#947
+        ("서울", 5),  # deepset-ai/haystack#12867: single syllables would find row 6 first
+        ("대한민국 수도", 5),
+        ("개", 7),
+        ("เมืองหลวง", 8),
+        ("ภาคเหนือ", 9),
+        ("हिन्दी डॉकर", 10),  # plur-ai/plur#780: marks belong to the word
+        ("deploiement francais", 11),
+        ("DÉPLOIEMENT Da Nang", 11),
+        ("strasse FINE aether", 11),
+        ("развертывание", 12),
+        ("новый", 12),
+        ("οδός Αθηνών", 13),
+        ("istanbul", 13),
+        ("abc123", 14),
+        ("ｃａｐｉｔａｌ　ｏｆ　Ｆｒａｎｃｅ", 15),
+    ],
+)
+def test_words_are_found_in_every_script(tmp_path_factory, query, row):
+    corpus = tmp_path_factory.getbasetemp() / "scripts.jsonl"
+    if not corpus.exists():
+        write_corpus(corpus, [{"text": text} for text in CORPUS_OF_SCRIPTS])
+    assert Bm25Index(corpus).search(query, 1) == [CORPUS_OF_SCRIPTS[row]]
 
 
 def test_threads_search_at_the_same_time(tmp_path):
@@ -429,11 +487,12 @@ def test_another_corpus_or_top_k_is_not_answered_from_the_cache(corpus, tmp_path
     assert ask(SearchTool(one), "height").text == "Page 1: height of nothing"
 
 
-def test_what_sqlite_found_in_older_runs_is_not_replayed_as_tantivys(corpus, tmp_path):
+@pytest.mark.parametrize("index", [{}, {"index": "tantivy"}])
+def test_what_an_index_of_an_older_kind_found_is_not_replayed(corpus, tmp_path, index):
     cfg = SearchConfig(backend="local", corpus=str(corpus), cache=str(tmp_path / "cache.sqlite"))
     tool = SearchTool(cfg)
-    older = {name: value for name, value in tool.backend.params.items() if name != "index"}
-    tool.cache.put(cache_key("local", older, "height"), "local", "height", "Page 1: what SQLite ranked first")
+    older = {name: value for name, value in tool.backend.params.items() if name != "index"} | index
+    tool.cache.put(cache_key("local", older, "height"), "local", "height", "Page 1: what was ranked first then")
     assert ask(tool, "height").text.startswith("Page 1: height of ")
     assert ask(SearchTool(replace(cfg, mode="replay_strict")), "height").cached
 
