@@ -109,8 +109,8 @@ class ReadingBackend:
         """Return the main text of a page, on one line."""
 
         async def fetch() -> str:
-            page, kind = await self._fetcher.fetch(url, deadline_s=PAGE_DEADLINE_S)
-            return clean_text(await self._extractor.text(page, kind))
+            page, kind, charset = await self._fetcher.fetch(url, deadline_s=PAGE_DEADLINE_S)
+            return clean_text(await self._extractor.text(page, kind, charset))
 
         return await self._cached(cache_key(PAGE, {}, url), PAGE, f"<page>{url}</page>", fetch)
 

@@ -79,8 +79,9 @@ class PageFetcher(OwnsSession):
         self._may_connect = may_connect
         self._slots = asyncio.Semaphore(max_concurrent)
 
-    async def fetch(self, url: str, *, deadline_s: float) -> tuple[bytes, str]:
-        """Return a page and its kind (html, pdf or plain), after at most MAX_REDIRECTS redirects.
+    async def fetch(self, url: str, *, deadline_s: float) -> tuple[bytes, str, str]:
+        """Return a page, its kind (html, pdf or plain) and the charset that its header names ("" = none), after at most
+        MAX_REDIRECTS redirects.
 
         `deadline_s` begins when the fetch gets its turn. Raises PageRefused, TimeoutError, or what the connection
         raised (aiohttp.ClientError, OSError).
@@ -99,8 +100,8 @@ class PageFetcher(OwnsSession):
             except ValueError as error:  # of addresses that aiohttp or the resolver cannot encode
                 raise PageRefused(f"unusable address: {type(error).__name__}") from None
 
-    async def _get(self, url: str) -> tuple[bytes, str] | str:
-        """Return a page and its kind, or the address that it redirects to."""
+    async def _get(self, url: str) -> tuple[bytes, str, str] | str:
+        """Return what `fetch` does, or the address that the page redirects to."""
         parts = split_url(url)
         if parts is None:
             raise PageRefused("not an http or https address")
@@ -123,7 +124,7 @@ class PageFetcher(OwnsSession):
             body = await read_body(response, MAX_PAGE_BYTES)
             if body is None:
                 raise PageRefused(f"longer than {MAX_PAGE_BYTES} bytes")
-            return body, kind
+            return body, kind, response.charset or ""
 
     def _checked_socket(self, addr_info: tuple) -> socket.socket:
         """Make a socket if its address may be connected to."""

@@ -69,13 +69,50 @@ def _serper_payload(cfg: SearchConfig, query: str) -> dict[str, Any]:
     return {"q": query, "gl": cfg.location or country.lower(), "hl": language, "num": cfg.num_passages}
 
 
+ANSWER_BOXES = ("answerBox", "knowledgeGraph")
+"""Fields of Serper's answer beside the results: one for a converter, the weather and the like, one for an entity."""
+
+
 def _organic(tree: Any, text_field: str, empty_mark: str) -> list[Passage]:
-    """Return the `organic` results. An answer without any must have the field `empty_mark`, or it is an error page."""
-    if not isinstance(tree, dict) or not isinstance(tree.get("organic", []), list):
+    """Return the answer boxes, then the `organic` results. An answer that has neither must have the field `empty_mark`,
+    or it is an error page."""
+    rows = tree.get("organic") if isinstance(tree, dict) else 0
+    if not isinstance(rows, list | None):
         raise ValueError("no object with a list of organic results")
-    if "organic" not in tree and empty_mark not in tree:
+    boxes = [box for name in ANSWER_BOXES if isinstance(box := tree.get(name), dict)]
+    if rows is None and not boxes and empty_mark not in tree:
         raise ValueError(f"neither organic results nor {empty_mark!r}; fields: {', '.join(sorted(tree))}")
-    return [Passage(_text(row, text_field), _link(row, "link")) for row in tree.get("organic", [])]
+    read = [Passage(_box_text(box), _link(box, "link") or _link(box, "descriptionLink")) for box in boxes]
+    return read + _readable(rows or [], lambda row: _result(row, text_field))
+
+
+def _result(row: Any, text_field: str) -> Passage:
+    return Passage(_text(row, text_field) or _text(row, "title"), _link(row, "link"))
+
+
+def _box_text(box: dict[str, Any]) -> str:
+    """Return all that an answer box says. {"title": "5 km", "answer": "3.1 mi"} -> "5 km; answer: 3.1 mi" """
+    facts = {**box, **(box["attributes"] if isinstance(box.get("attributes"), dict) else {})}
+    shown = {
+        name: text
+        for name, value in facts.items()
+        if isinstance(value, str | int | float) and (text := str(value)) and not text.startswith(("http:", "https:"))
+    }
+    parts = [text if name in ("title", "snippet", "description") else f"{name}: {text}" for name, text in shown.items()]
+    return "; ".join(parts)
+
+
+def _readable(rows: list[Any], read: Callable[[Any], Passage]) -> list[Passage]:
+    """Read the rows that can be read. Raises ValueError where there are some, and none can be."""
+    passages, problem = [], None
+    for row in rows:
+        try:
+            passages.append(read(row))
+        except ValueError as error:
+            problem = error
+    if problem and not passages:
+        raise problem
+    return passages
 
 
 def _retriever_payload(cfg: SearchConfig, query: str) -> dict[str, Any]:
@@ -94,7 +131,7 @@ def _retrieved(tree: Any) -> list[Passage]:
     if not isinstance(rows, list) or len(rows) != 1 or not isinstance(rows[0], list):
         raise ValueError('not an object with "result", a list that holds one list of passages per query')
     documents = [row["document"] if isinstance(row, dict) and "document" in row else row for row in rows[0]]
-    return [_document(document) for document in documents]
+    return _readable(documents, _document)
 
 
 def _document(document: Any) -> Passage:
@@ -118,10 +155,14 @@ def _text(row: Any, name: str) -> str:
     """Return a field of a result; empty where it is missing or null, as it is in ads and maps."""
     if not isinstance(row, dict):
         raise ValueError("a result is not an object")
-    value = row.get(name) or ""
-    if not isinstance(value, str):
-        raise ValueError(f"{name} of a result is not a string")
-    return value
+    value = row.get(name)
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list):
+        return " ".join(part for part in value if isinstance(part, str))
+    if isinstance(value, int | float):
+        return str(value)
+    raise ValueError(f"{name} of a result is not a text")
 
 
 def _web_params(cfg: SearchConfig) -> dict[str, object]:

