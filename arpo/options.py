@@ -7,6 +7,7 @@ Each field's docstring is its `--help` text: unit, effect, special values; `Anno
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated, Literal
 
 from arpo.config.facts import MAY_CHANGE, NOTHING, OF_TRAINING, AtLeast, Between, Decides, Needs
@@ -290,7 +291,9 @@ class LossConfig:
     of w over the response instead, for all its tokens; geometric_tis, geometric_mis: their geometric mean."""
     correction_low: Annotated[float, AtLeast(0), MASKS] = 0.5
     """All kinds of mis: smallest weight that counts, 0 to 1. A geometric mean hardly leaves 1: take 0.999 there."""
-    correction_high: Annotated[float, Needs("loss.rollout_correction", not_in=("none",), use="tis or mis")] = 2.0
+    correction_high: Annotated[
+        float, Between(0, inf), Needs("loss.rollout_correction", not_in=("none",), use="tis or mis")
+    ] = 2.0
     """Largest weight, at least 1; for a geometric mean take 1.001."""
 
     def __post_init__(self) -> None:

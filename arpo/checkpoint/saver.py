@@ -26,6 +26,7 @@ from arpo.config.sections import RunConfig
 from arpo.errors import UserError
 from arpo.model import Policy
 from arpo.model.critic import TrainedCritic
+from arpo.model.optim import num_not_finite
 from arpo.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -88,9 +89,10 @@ class Saver:
         """Write the checkpoint and, with every run.save_hf_every-th and the last one, the export.
 
         Where that fails, rank 0 warns. Raises NotWritten where it fails too often, or `is_final`: no later save comes;
-        under run.async_save at the save after the one that failed.
+        under run.async_save at the save after the one that failed. Raises UserError for weights that are not finite.
         """
         self.wait()
+        self._check_finite(step)
         moment, weights, every = snapshot(self.policy, self.optimizer, self.critic), None, self.run.save_hf_every
         if every and (is_final or step // self.run.save_every % every == 0):
             weights = whole_weights(self.policy, self.source)
@@ -102,6 +104,15 @@ class Saver:
             weights = [(name, tensor.to("cpu", copy=True)) for name, tensor in weights if self.ranks.is_main]
         state = deepcopy(progress)  # whose parts live on in the sampler
         self.pending = step, self.thread.submit(self._write, step, self.staged, weights, state, rank_file, is_final)
+
+    def _check_finite(self, step: int) -> None:
+        models = [self.policy, *([self.critic.model] if self.critic else [])]
+        if any(self.ranks.all_reduce_sum(sum(map(num_not_finite, models)))):
+            there = f"continue at step {self.saved_step}, the newest checkpoint," if self.saved_step else "begin again"
+            raise UserError(
+                f"step {step}: weights are NaN or infinite, so nothing is saved; {there} with a lower "
+                "optim.lr (and run.resume_changed True)"
+            )
 
     def wait(self) -> None:
         """Wait for the save that is under way, if there is one. Raises NotWritten where it was one failure too many."""

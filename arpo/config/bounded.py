@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import stat
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_BYTES = 1 << 30
 MAX_DEPTH = 100
@@ -55,9 +56,20 @@ def check_plain(tree: Any, depth: int = 0) -> None:
             check_plain(one, depth + 1)
 
 
-def read_yaml(path: Path) -> Any:
+class Written(NamedTuple):
+    """A number or a truth value of YAML, which has `text` in its file."""
+
+    text: str
+    value: Any
+
+
+def read_yaml(path: Path, *, as_written: bool = False) -> Any:
     """Return the tree of a file of YAML, in which no mapping has a key twice, of which the last would win without a
-    word; and no alias stands, of which a few can stand for gigabytes. Raises OSError too."""
+    word; and no alias stands, of which a few can stand for gigabytes. Raises OSError too.
+
+    as_written: what YAML takes for a number or a truth value is `Written`, and keys and dates are texts: to YAML `no`
+    is False, 1.10 is 1.1, 010 is 8 and 1:30 is 90.
+    """
     import yaml  # not above: the sandbox's client is imported by interpreters without it
 
     class Loader(yaml.SafeLoader):
@@ -73,8 +85,17 @@ def read_yaml(path: Path) -> Any:
                 if name in lines:
                     raise ValueError(f"{name!r} stands in lines {lines[name]} and {line}; drop one")
                 lines[name] = line
-            return super().construct_mapping(node, deep)
+            found = super().construct_mapping(node, deep)
+            return {key.text if isinstance(key, Written) else key: value for key, value in found.items()}
 
+    def written(usual: Callable[[yaml.SafeLoader, yaml.ScalarNode], Any]) -> Callable[..., Written]:
+        return lambda loader, node: Written(node.value, usual(loader, node))
+
+    for kind in ("bool", "int", "float") if as_written else ():
+        tag = f"tag:yaml.org,2002:{kind}"
+        Loader.add_constructor(tag, written(Loader.yaml_constructors[tag]))
+    if as_written:
+        Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
     try:
         return yaml.load(read_file(path).decode(), Loader=Loader)
     except yaml.MarkedYAMLError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
-from math import inf
+from math import inf, isinf, isnan
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 # ---- the facts
@@ -124,14 +124,26 @@ def may_change(key: str, cfg: object) -> bool:
 
 
 def out_of_range(cfg: object) -> str:
-    """Return an error message for the numbers of a script's config that lie outside their ranges; "" if all fit."""
+    """Return an error message for the numbers of a script's config that lie outside their ranges; "" if all fit.
+
+    No number may be infinite, unless its range names infinity as its end.
+    """
     values, wrong = leaves(cfg), []
     for knob, facts in facts_of(type(cfg)).items():
-        for span in of_kind(Between, facts):
+        spans = of_kind(Between, facts)
+        may_be_infinite = any(span.high == inf and not isinstance(span, AtLeast) for span in spans)
+        if any(isnan(x) or (isinf(x) and not may_be_infinite) for x in _floats(values[knob])):
+            wrong.append(f"{knob}={values[knob]} must be a finite number")
+            continue
+        for span in spans:
             if values[knob] is not None and not span.low <= values[knob] <= span.high:
                 bounds = f"be at least {span.low}" if span.high == inf else f"lie between {span.low} and {span.high}"
                 wrong.append(f"{knob}={values[knob]} must {bounds}")
     return "; ".join(wrong)
+
+
+def _floats(value: object) -> list[float]:
+    return [one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, float)]
 
 
 class Ignored(NamedTuple):

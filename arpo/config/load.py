@@ -18,15 +18,16 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from arpo.config.bounded import read_yaml
+from arpo.config.bounded import Written, read_yaml
 from arpo.config.facts import ignored, out_of_range
 from arpo.config.foreign import OURS, SECTIONS
 from arpo.config.run_folder import pin_config
 from arpo.errors import PrintableRecord, UserError
-from arpo.start.exits import exit_interrupted, exit_with
+from arpo.start.exits import check_launch, exit_interrupted, exit_with
 
 C, T = TypeVar("C"), TypeVar("T")
 COMMAND_LINE = "command line"
@@ -85,7 +86,7 @@ def load_config(root: type[C], argv: list[str] | None = None) -> C:
         paths.append(Path(argv.pop(0)))
     if any(token in ("-h", "--help") for token in argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
-        return parse(root, argv)  # which prints the help and exits
+        return parse(root, ["--help"])  # which prints the help and exits
     known = field_names(root)
     settings: dict[str, Setting] = {}
     if paths and "run.name" in known:
@@ -107,7 +108,7 @@ def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
     settings, levels = dict(settings), {key: setting.level for key, setting in settings.items()}
     while True:
         try:
-            cfg = parse(root, [token for key, s in settings.items() for token in (f"--{key}", *s.values)])
+            cfg = parse(root, [token for key, s in settings.items() for token in _tokens(key, s.values)])
         except ValueError as error:  # of tyro or a __post_init__
             raise UserError(f"{where}: {error}") from None
         except ExceptionGroup as several:  # of refuse()
@@ -123,6 +124,11 @@ def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
         for one in overruled:
             settings.pop(one.knob, None)
             levels[one.knob] = levels[one.owner]
+
+
+def _tokens(key: str, values: list[str]) -> list[str]:
+    """Return a setting as tyro takes it. The form --key=value is for values that begin with a dash."""
+    return [f"--{key}={values[0]}"] if len(values) == 1 else [f"--{key}", *values]
 
 
 def parse(root: type[C], flags: list[str]) -> C:
@@ -148,6 +154,7 @@ def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -
         signal.signal(signal.SIGINT, exit_interrupted)
     logging.setLogRecordFactory(PrintableRecord)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    run_or_exit(check_launch, os.environ)
     run_or_exit(check_encoding, locale.getpreferredencoding(False))
     cfg = run_or_exit(pin_config, run_or_exit(load_config, root))
     run_or_exit(check, cfg)
@@ -179,7 +186,7 @@ def one_line(tyro_box: str) -> str:
     return re.sub(r" (Argument helptext: .*)?For full helptext, .*", "; see --help", text).strip()
 
 
-Kind = Literal["section", "list", "value", "optional"]
+Kind = Literal["section", "list", "value", "optional", "flag"]
 
 
 def field_names(root: type, prefix: str = "") -> dict[str, Kind]:
@@ -188,7 +195,7 @@ def field_names(root: type, prefix: str = "") -> dict[str, Kind]:
     hints = get_type_hints(root)
     for f in fields(root):
         hint = hints[f.name]
-        names[prefix + f.name] = "list" if get_origin(hint) is tuple else "value"
+        names[prefix + f.name] = "list" if get_origin(hint) is tuple else "flag" if hint is bool else "value"
         if type(None) in get_args(hint):
             names[prefix + f.name] = "optional"
         if is_dataclass(hint):
@@ -220,11 +227,13 @@ def flag_settings(argv: list[str], known: dict[str, Kind]) -> dict[str, list[str
     key = None
     for token in argv:
         if match := re.fullmatch(r"--([^=]+)(?:=(.*))?", token, re.DOTALL):
+            if key and not found[key] and re.search(r"\s", match[1]):
+                raise UserError(f"{COMMAND_LINE}: a value that begins with -- is written --{key}='{token}'")
             key = match[1].replace("-", "_")
             check_known(key, known, where=COMMAND_LINE)
             if known[key] == "section":
                 raise UserError(f"{COMMAND_LINE}: --{key} is a section; set one of its fields, see --help")
-            found[key] = [] if match[2] is None else [match[2]]
+            found[key] = [] if match[2] is None else [_flag_of(match[2])]
         elif (dotted := re.fullmatch(r"\+*(\w+\.[\w.]+)=.*", token)) and (
             dotted[1] in known or dotted[1].rsplit(".", 1)[-1] in OURS
         ):  # as verl's flags are written
@@ -233,7 +242,7 @@ def flag_settings(argv: list[str], known: dict[str, Kind]) -> dict[str, list[str
         elif key is None:
             raise UserError(f"{COMMAND_LINE}: {token!r} is not of the form --section.field value; see --help")
         else:
-            found[key].append(token)
+            found[key].append(_flag_of(token))
     return found
 
 
@@ -243,7 +252,7 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
     Keys under the script's own name override the rest of the file; those under another script's are skipped.
     """
     try:
-        tree = read_yaml(path) or {}
+        tree = read_yaml(path, as_written=True) or {}
     except OSError as error:
         raise UserError(f"{path}: cannot read the config file ({error.strerror}); check the path") from None
     except UnicodeDecodeError:
@@ -267,8 +276,10 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
             if (known[key] == "section") != isinstance(value, dict):
                 need = "a mapping (it is a section)" if known[key] == "section" else "a value, not a mapping"
                 raise UserError(f"{path}: {key} must be {need}")
+            if isinstance(value, Written) and known[key] == "flag" and isinstance(value.value, bool):
+                value = str(value.value)  # of a knob that is on or off: True for yes and on too
             if isinstance(value, list) and known[key] != "list":
-                raise UserError(f"{path}: {key} must be one value, not the list {value}")
+                raise UserError(f"{path}: {key} must be one value, not the list [{', '.join(map(_flag_of, value))}]")
             if value is None and known[key] != "optional":
                 raise UserError(f'{path}: {key} has no value; give it one ("" for an empty text), or drop the line')
             if isinstance(value, dict):
@@ -283,5 +294,21 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
 
 def _flag_of(entry: Any) -> str:
     """Return a value, or a list's entry, as a flag has it: a mapping as JSON, ~ as the shell reads it."""
-    text = json.dumps(entry) if isinstance(entry, dict) else str(entry)
-    return os.path.expanduser(text) if text.startswith("~/") else text
+    if isinstance(entry, Written):
+        is_special = isinstance(entry.value, float) and not isfinite(entry.value)  # YAML's .inf and .nan
+        return str(entry.value) if is_special else entry.text
+    text = json.dumps(_meant(entry)) if isinstance(entry, dict) else str(entry)
+    return os.path.expanduser(text) if re.match("~(/|$)", text) else text
+
+
+def _meant(tree: Any) -> Any:
+    """Return a tree of YAML as that of JSON: only true, false and decimal numbers are more than texts."""
+    if isinstance(tree, dict):
+        return {_flag_of(name): _meant(one) for name, one in tree.items()}
+    if isinstance(tree, list):
+        return [_meant(one) for one in tree]
+    if not isinstance(tree, Written):
+        return tree
+    if re.fullmatch("true|false", tree.text, re.IGNORECASE):
+        return tree.value
+    return tree.value if re.fullmatch(r"[-+]?(0|[1-9][0-9]*)(\.[0-9]*)?([eE][-+]?[0-9]+)?", tree.text) else tree.text

@@ -6,6 +6,7 @@ Imports nothing of torch, so that `--help` answers at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -117,6 +118,10 @@ class ModelConfig:
     """Linear layers that get an adapter."""
     enable_thinking: bool = False
     """Thinking switch that is passed to the chat template (Qwen3); templates without the switch ignore it."""
+
+    def __post_init__(self) -> None:
+        trains = self.lora_alpha > 0 and self.lora_targets
+        require(trains or not self.lora_rank, "model.lora_alpha=0, or no model.lora_targets, would train nothing")
 
 
 @dataclass(frozen=True)
@@ -237,12 +242,16 @@ class OptimConfig:
     """linear: share of all optimizer steps, at the end, over which the rate falls."""
     min_lr_ratio: Annotated[float, Between(0, 1), Needs("optim.schedule", "linear", "cosine")] = 0.0
     """Final learning rate as a share of lr."""
-    max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
-    """Gradient clipping by global norm."""
+    max_grad_norm: Annotated[float, Between(0, inf)] = 1.0
+    """Global norm to which gradients are clipped; 0 = no clipping."""
     offload: Annotated[bool, MAY_CHANGE] = False
     """AdamW's moments lie in pinned host memory, and are on the GPU for an optimizer step alone: 8 bytes of a trained
     parameter / ranks more for vLLM and activations, for a copy there and back at each step. Pays where little is left
     beside the weights (14B on 8 x 80 GB)."""
+
+    def __post_init__(self) -> None:
+        in_range = all(0 <= beta < 1 for beta in self.betas)
+        require(in_range, f"optim.betas={self.betas} must be at least 0 and below 1: AdamW divides by 1 - beta")
 
 
 @dataclass(frozen=True)

@@ -100,12 +100,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, update: int, num_updates
     return lr
 
 
+def num_not_finite(model: nn.Module) -> int:
+    """Return how many trained weights of this rank's shards are NaN or infinite."""
+    return sum(int((~local(p.detach()).isfinite()).sum()) for p in model.parameters() if p.requires_grad)
+
+
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Clip to the global norm over all shards, and return the norm before that, the same on every rank.
+    """Clip to the global norm over all shards, 0 = not at all, and return the norm before that, the same on every rank.
 
     Raises FloatingPointError, on all ranks alike, where it is not finite.
     """
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
     value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not math.isfinite(value):
         raise FloatingPointError(f"gradient norm is {value}")

@@ -28,6 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from arpo.errors import UserError
 from arpo.metrics import Metrics
 from arpo.ranks import devices, peers
+from arpo.start.exits import check_launch
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -147,8 +148,9 @@ def init(
     """Join the process group of torchrun's environment, or make one of a single rank.
 
     The arguments are run.peer_timeout_minutes, run.silence_timeout_s, model.shard_size and model.context_parallel.
-    Raises UserError for a GPU that torch cannot use.
+    Raises UserError for a GPU that torch cannot use, and for half of torchrun's environment.
     """
+    check_launch(os.environ)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may die without ending its workers; orphans keep the GPU
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     _log_once_per_node()

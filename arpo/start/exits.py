@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -32,6 +32,23 @@ SAY_AFTER_S, GIVE_UP_S = 60.0, 1800.0
 """Times after which a function of the user's that has not returned is named, and ends the run."""
 asked_to_stop = threading.Event()
 """Set by a signal that asks a training to stop."""
+
+
+def check_launch(environment: MutableMapping[str, str]) -> None:
+    """Raise UserError where a scheduler has left a part of what torchrun sets. Without RANK this is a run of one."""
+    rank = environment.get("RANK", "")
+    if not rank:
+        environment.pop("RANK", None)
+        return
+    numbers = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    wrong = [name for name, text in numbers.items() if not text.isdecimal()]
+    wrong += [] if environment.get("MASTER_ADDR") else ["MASTER_ADDR"]
+    if not wrong and int(rank) >= int(numbers["WORLD_SIZE"]):
+        wrong = ["WORLD_SIZE"]
+    if wrong:
+        del environment["RANK"]  # with it, this process would leave the message to rank 0
+        found = ", ".join(f"{name}={environment.get(name, rank if name == 'RANK' else '')!r}" for name in wrong)
+        raise UserError(f"RANK={rank} is set, but {found}; start with torchrun, or unset RANK for a run of one process")
 
 
 def exit_with(error: UserError) -> NoReturn:

@@ -255,3 +255,26 @@ def test_a_folder_in_the_place_of_the_link_is_said_before_training_and_not_after
     (tmp_path / "run" / "hf").mkdir(parents=True)
     with mesh_of_one() as mesh, pytest.raises(UserError, match=r"run/hf: a folder, where the link .*; move it away"):
         Saver(RunConfig(name="run", dir=str(tmp_path)), ranks_of(mesh), source="")
+
+
+# ---- weights that are NaN
+
+
+def save_poisoned(ranks, model: str, folder: str, aside: bool) -> tuple[str, bool]:
+    """What step 2 says whose weights are NaN on rank 1 alone, and whether a resume finds step 1."""
+    saver, _ = begin(ranks, model, folder, async_save=aside)
+    saver.save(1, is_final=False)
+    if ranks.rank == 1:
+        next(saver.policy.parameters()).data.to_local().view(-1)[0] = float("inf")
+    with pytest.raises(UserError) as caught:
+        saver.save(2, is_final=True)
+    return str(caught.value), begin(ranks, model, folder)[1] == 1
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_weights_that_are_not_finite_are_never_saved(tiny_model_dir, tmp_path, aside):
+    """pocket-tts PR#262, micromind#64: the last good checkpoints were deleted for those of NaN, and resumed from."""
+    first, second = run_ranks(2, save_poisoned, str(tiny_model_dir), str(tmp_path), aside)
+    assert first == second and first[1]
+    assert first[0].startswith("step 2: weights are NaN or infinite, so nothing is saved; continue at step 1")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_000001"]

@@ -224,6 +224,16 @@ def little_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, bias=False))
 
 
+@pytest.mark.parametrize("off", [0.0, math.inf])
+def test_a_norm_of_zero_clips_nothing(off):
+    """strands-labs/robots PR#2028, VeOmni PR#939: elsewhere 0 is off; as a bound it would train nothing, in silence."""
+    model = little_model()
+    (model(torch.ones(2, 3)).sum() * 3).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    norm = clip_grad_norm(model, off)
+    assert norm > 1 and all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))
+
+
 @pytest.fixture(scope="module")
 def clipped():
     """[rank][poison]"""

@@ -1,0 +1,175 @@
+"""Settings mean what stands in the file or on the command line; what would train nothing, or NaN, is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arpo.config.facts import leaves
+from arpo.config.load import load_config
+from arpo.config.run_folder import save_config
+from arpo.errors import UserError
+from arpo.start.exits import check_launch
+from train_rl import RLConfig
+from train_sft import SFTConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def of_yaml(folder: Path, text: str, root: type = SFTConfig) -> dict:
+    (folder / "c.yaml").write_text(text)
+    return leaves(load_config(root, [str(folder / "c.yaml"), "--data.train", "x"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        # vllm#51401, omnigent PR#1069: YAML 1.1 has truth values, octal and sexagesimal numbers that nobody writes
+        ("run: {name: no}", "run.name", "no"),
+        ("run: {name: on}", "run.name", "on"),
+        ("run: {name: Yes}", "run.name", "Yes"),
+        ("run: {name: 1.10}", "run.name", "1.10"),
+        ("run: {name: 1:30}", "run.name", "1:30"),
+        ("run: {name: 2026-11-27}", "run.name", "2026-11-27"),
+        ("run: {name: 0510210600}", "run.name", "0510210600"),  # wireviz#213
+        ("run: {name: 1e5}", "run.name", "1e5"),
+        ("run: {name: 1_000}", "run.name", "1_000"),
+        ("run: {name: '010'}", "run.name", "010"),
+        ("data: {system_prompt: no}", "data.system_prompt", "no"),
+        ("data: {tools: [on, 007]}", "data.tools", ("on", "007")),
+        ("run: {num_steps: 010}", "run.num_steps", 10),
+        ("run: {num_steps: 08}", "run.num_steps", 8),  # noyaml PR#35
+        ("optim: {lr: 1e-5}", "optim.lr", 1e-5),
+        ("optim: {lr: 1.0e-05}", "optim.lr", 1e-5),
+        ("optim: {betas: [0.80, 9.5e-1]}", "optim.betas", (0.8, 0.95)),
+        ("optim: {max_grad_norm: .inf}", "optim.max_grad_norm", float("inf")),
+        # and for a knob that is on or off they are what they were
+        ("run: {resume: no}", "run.resume", False),
+        ("run: {resume: off}", "run.resume", False),
+        ("run: {resume: false}", "run.resume", False),
+        ("run: {keep_best: on}", "run.keep_best", True),
+        ("run: {keep_best: TRUE}", "run.keep_best", True),
+        # tyro#411, r-argparse#56: values that begin with a dash
+        ("data: {system_prompt: '--be brief'}", "data.system_prompt", "--be brief"),
+        ("data: {system_prompt: '-x'}", "data.system_prompt", "-x"),
+        ("data: {system_prompt: '-h'}", "data.system_prompt", "-h"),
+        ("data: {tools: ['-x']}", "data.tools", ("-x",)),
+    ],
+)
+def test_a_value_of_a_file_is_its_text(tmp_path, text, key, value):
+    assert of_yaml(tmp_path, text)[key] == value
+
+
+@pytest.mark.parametrize("text", ["run: {num_steps: 1:30}", "optim: {lr: 1:30}", "run: {num_steps: 0x10}"])
+def test_a_number_that_yaml_alone_knows_is_refused(tmp_path, text):
+    with pytest.raises(UserError, match=r"c\.yaml"):
+        of_yaml(tmp_path, text)
+
+
+def test_the_options_of_a_tool_keep_their_types_and_other_words_are_texts(tmp_path):
+    (tmp_path / "t.py").write_text("class T: ...\n")
+    given = "{rows: 20, rate: 1.5, small: 1e-3, deep: [true, {on: NO}], market: no, zip: 010, at: 1:30, v: '5', w: ~}"
+    tool = f"{tmp_path}/t.py:T"
+    text = f"tools: {{names: ['{tool}'], options: [{{'{tool}': {given}}}]}}"
+    [entry] = of_yaml(tmp_path, text, RLConfig)["tools.options"]
+    assert json.loads(entry)[tool] == {
+        "rows": 20, "rate": 1.5, "small": "1e-3", "deep": [True, {"on": "NO"}], "market": "no", "zip": "010",
+        "at": "1:30", "v": "5", "w": None,
+    }  # fmt: skip
+
+
+def test_a_saved_config_of_odd_texts_loads_to_the_same_config(tmp_path):
+    flags = ["--run.name=no", "--data.system_prompt=010", "--optim.max_grad_norm=inf", "--data.train=on"]
+    cfg = load_config(SFTConfig, flags)
+    save_config(cfg, tmp_path / "saved.yaml")
+    assert load_config(SFTConfig, [str(tmp_path / "saved.yaml")]) == cfg
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        (["--data.system_prompt=--be brief"], "data.system_prompt", "--be brief"),
+        (["--data.system_prompt", "-x"], "data.system_prompt", "-x"),
+        (["--run.dir=~/runs"], "run.dir", "/home/me/runs"),  # openshift/installer#1821, OPM#5063: bash leaves it
+        (["--run.dir", "~"], "run.dir", "/home/me"),
+        (["--data.tools", "~/a", "b~/c"], "data.tools", ("/home/me/a", "b~/c")),
+        (["--optim.betas", "0.8", "0.9"], "optim.betas", (0.8, 0.9)),
+    ],
+)
+def test_a_value_of_a_flag_is_its_text(monkeypatch, flags, key, value):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert leaves(load_config(SFTConfig, ["--data.train", "x", *flags]))[key] == value
+
+
+def test_a_value_with_two_dashes_in_an_argument_of_its_own_is_told_its_form():
+    with pytest.raises(UserError, match=r"is written --data\.system_prompt='--be brief'"):
+        load_config(SFTConfig, ["--data.train", "x", "--data.system_prompt", "--be brief"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--optim.lr", "inf"], "optim.lr=inf must be a finite number"),
+        (["--optim.lr", "nan"], "optim.lr=nan must be a finite number"),
+        (
+            ["--optim.betas", "0.9", "1.0"],
+            "must be at least 0 and below 1",
+        ),  # torch refuses it after the model is there
+        (["--optim.betas", "nan", "0.9"], "optim.betas"),
+        (["--optim.weight_decay", "inf"], "optim.weight_decay=inf must be a finite number"),
+        (["--optim.max_grad_norm", "nan"], "optim.max_grad_norm=nan must be a finite number"),
+        (["--model.lora_rank", "8", "--model.lora_alpha", "0"], "would train nothing"),  # vllm PR#48437, robots PR#2028
+        (["--model.lora_rank", "8", "--model.lora_alpha", "inf"], "model.lora_alpha=inf must be a finite number"),
+        (["--model.lora_rank", "8", "--model.lora_targets"], "would train nothing"),
+    ],
+)
+def test_numbers_that_nobody_means_are_refused(flags, error):
+    with pytest.raises(UserError, match=error):
+        load_config(SFTConfig, ["--data.train", "x", *flags])
+
+
+@pytest.mark.parametrize("flags", [["--branching.weight", "inf"], ["--loss.dual_clip", "nan"]])
+def test_knobs_without_a_range_are_finite_too(flags):
+    with pytest.raises(UserError, match="must be a finite number"):
+        load_config(RLConfig, ["--data.train", "x", *flags])
+
+
+WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "error"),
+    [
+        ({}, ""),
+        ({"WORLD_SIZE": "4", "SLURM_PROCID": "2"}, ""),  # without RANK a run of one
+        (WHOLE, ""),
+        ({"RANK": "3"}, "RANK=3 is set, but WORLD_SIZE=''"),  # Megatron-LM PR#2571
+        (WHOLE | {"MASTER_ADDR": ""}, "MASTER_ADDR=''"),  # NVIDIA-NeMo/Megatron-Bridge PR#999
+        (WHOLE | {"LOCAL_RANK": ""}, "LOCAL_RANK=''"),
+        (
+            WHOLE | {"RANK": "9", "MASTER_PORT": "127.0.0.1", "MASTER_ADDR": "12139"},
+            "MASTER_PORT='127.0.0.1'",
+        ),  # DSL#28
+        (WHOLE | {"RANK": "2"}, "WORLD_SIZE='2'"),
+        (WHOLE | {"RANK": "first"}, "RANK='first'"),
+    ],
+)
+def test_half_of_torchruns_environment_is_one_line(environment, error):
+    environment = dict(environment)
+    if not error:
+        check_launch(environment)
+        return
+    with pytest.raises(UserError, match=error):
+        check_launch(environment)
+    assert "RANK" not in environment
+
+
+def test_a_rank_left_by_a_scheduler_says_so_before_anything_is_loaded():
+    environment = {name: value for name, value in os.environ.items() if name not in WHOLE} | {"RANK": "3"}
+    command = [sys.executable, "train_sft.py", "--data.train", "x"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith("error: RANK=3 is set, but WORLD_SIZE='' ".rstrip())
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
