@@ -55,7 +55,7 @@ def read_call(body: str, offered: Mapping[str, ToolSchema], key: str, a_call: st
         return Call(body.strip(), "bad_json", BAD_JSON.format(reason=error, call=a_call), UNKNOWN)
     if not _is_call(call, key):
         return Call(body.strip(), "bad_json", NO_CALL.format(key=key, call=a_call), UNKNOWN)
-    return checked_call(body, call["name"], call[key], offered)
+    return checked_call(body, call["name"], _unpacked(call[key]), offered)
 
 
 def checked_call(body: str, name: str, arguments: Any, offered: Mapping[str, ToolSchema]) -> Call:
@@ -79,7 +79,16 @@ def name_of_call(body: str, key: str) -> str | None:
         call = read_json(body)
     except ValueError:
         return None
-    return call["name"] if _is_call(call, key) and isinstance(call[key], dict) else None
+    return call["name"] if _is_call(call, key) and isinstance(_unpacked(call[key]), dict) else None
+
+
+def _unpacked(arguments: Any) -> Any:
+    """Return arguments, which Granite 4 writes as JSON in a text, as an object. What is no object stays as it is."""
+    try:
+        found = read_json(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
 def _is_call(value: object, key: str) -> bool:

@@ -8,14 +8,14 @@ r"""Calls as XML in <tool_call> blocks: the form of Qwen3-Coder, Qwen3.5, Qwen3.
     </function>
     </tool_call>
 
-Turns and blocks are those of hermes.py. Nothing is escaped, and values have no types: the tool's schema says what a
-text means.
+Turns and blocks are those of hermes.py. Nothing is escaped, so no value can hold a tag that would end it: what vLLM's
+parser would cut there is an error here. Values have no types: the tool's schema says what a text means.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from arpo.protocol import hermes
@@ -26,11 +26,14 @@ from arpo.protocol.messages import Conversation, json_of, whole_call
 from arpo.protocol.schema import ToolSchema, value_of
 
 A_CALL = "<function=NAME> <parameter=ARGUMENT> value </parameter> </function> in a tool_call tag"
-BAD_XML = f"Error: the call is not one whole function. Write {A_CALL}."
+BAD_XML = f"Error: the call is not one whole function, or a value holds one of its tags. Write {A_CALL}."
+UNOPENED_CALL = f"Error: the function is in no tool_call tag. Write {A_CALL}."
 UNCLOSED_CALL = f"Error: the call is cut off. Write {A_CALL}."
 
 _FUNCTION = re.compile(r"<function=([^<>]+)>(.*)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^<>]+)>\n?(.*?)\n?", re.DOTALL)
+_ENDS_A_VALUE = re.compile(r"<\s*parameter\s*=|<\s*/\s*parameter\s*>|</function>")
+_UNOPENED = re.compile(r"<function=.*", re.DOTALL)
 
 
 def read_function(body: str) -> tuple[str, dict[str, str]] | None:
@@ -44,7 +47,9 @@ def read_function(body: str) -> tuple[str, dict[str, str]] | None:
         return None
     *parameters, rest = function[2].split("</parameter>")
     found = [_PARAMETER.fullmatch(parameter) for parameter in parameters]
-    return None if rest.strip() or None in found else (function[1].strip(), {one[1].strip(): one[2] for one in found})
+    if rest.strip() or None in found or any(_ENDS_A_VALUE.search(one[2]) for one in found):
+        return None
+    return function[1].strip(), {one[1].strip(): one[2] for one in found}
 
 
 class XmlCodec(HermesCodec):
@@ -52,6 +57,13 @@ class XmlCodec(HermesCodec):
 
     format = "xml"
     call_form = "calls as <tool_call> <function=...> XML </tool_call>"
+
+    @classmethod
+    def parse_calls(cls, text: str, offered: Mapping[str, ToolSchema]) -> list[Call]:
+        calls = super().parse_calls(text, offered)
+        if not calls and (function := _UNOPENED.search(BLOCKS.sub("", text))):
+            return [Call(function[0].strip(), "unopened_call", UNOPENED_CALL, UNKNOWN)]
+        return calls
 
     @staticmethod
     def parse_body(body: str, is_closed: bool, offered: Mapping[str, ToolSchema]) -> Call:
@@ -68,6 +80,10 @@ class XmlCodec(HermesCodec):
 
 class XmlRules(HermesRules):
     """The rules of calls in JSON, with one whole function in a block in the place of an object."""
+
+    def turn_error(self, text: str, has_result: bool, tools: Sequence[str]) -> str:
+        error = super().turn_error(text, has_result, tools)
+        return error or ("unopened_call" if _UNOPENED.search(BLOCKS.sub("", text)) else "")
 
     @staticmethod
     def name_of(body: str) -> str | None:

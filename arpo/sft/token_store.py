@@ -202,7 +202,7 @@ def _defects(conversation: list[dict] | Conversation, codec: Codec) -> list[str]
         segments = rules.derive_segments(text, codec.tools)
         found += [rules.turn_error(*turn, codec.tools) for turn in turns_of(segments)]
         found.append(rules.format_error(segments, codec.tools))
-    return [reason for reason in found if reason.startswith(("un", "model_"))][:1]
+    return [reason for reason in found if reason.startswith(("un", "model_", "malformed"))][:1]
 
 
 def _why_none(cfg: SFTDataConfig, overlong: list[dict]) -> str:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from arpo.protocol.hermes import A_CALL, HermesCodec, call_bodies
+from arpo.protocol.hermes import A_CALL, HermesCodec, HermesRules, call_bodies
 from arpo.protocol.schema import ToolSchema, arguments_of
 
 parse_calls = HermesCodec.parse_calls
@@ -85,6 +85,13 @@ def test_deep_nesting_is_refused_before_python_gives_up_on_it(around, depth):
     shallow = opening * 40 + "1" + closing * 40
     [call] = parse_calls(f'<tool_call>{{"name": "add", "arguments": {{"a": {shallow}}}}}</tool_call>', TOOLS)
     assert call.error_kind == "bad_arguments"
+
+
+def test_arguments_that_are_json_in_a_text_are_not_encoded_twice():
+    """Granite 4 writes them (vLLM's test_hermes_parser_non_streaming_serialized_arguments)."""
+    assert calls_of(block("add", '{"a": 1, "b": 2}')) == calls_of(block("add", {"a": 1, "b": 2}))
+    assert HermesRules.name_of('{"name": "add", "arguments": "{\\"a\\": 1}"}') == "add"
+    assert HermesRules.name_of('{"name": "add", "arguments": "hello"}') is None
 
 
 def test_a_wrong_call_leaves_the_others_as_they_are():

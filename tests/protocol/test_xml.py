@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from arpo.protocol import FORMS
 from arpo.protocol.schema import ToolSchema, check_arguments
 from arpo.protocol.xml import A_CALL, XmlCodec, read_function
 
@@ -18,7 +19,7 @@ def block(name: str, *, closed: bool = True, **texts: str) -> str:
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n" + "</tool_call>" * closed
 
 
-PYTHON, SUM = block("python", code="print('</function>')\n"), block("add", b="2", a="1.5")
+PYTHON, SUM = block("python", code="print('</tool>')\n"), block("add", b="2", a="1.5")
 
 
 def calls_of(text: str) -> list[tuple[str, str, str | None]]:
@@ -27,12 +28,12 @@ def calls_of(text: str) -> list[tuple[str, str, str | None]]:
 
 def test_a_tool_of_one_text_gets_it_bare_and_another_gets_canonical_json_of_the_types_of_its_schema():
     assert calls_of(f"I add.\n\n{SUM}\n{PYTHON}") == [
-        ("add", '{"a": 1.5, "b": 2}', None), ("python", "print('</function>')", None),
+        ("add", '{"a": 1.5, "b": 2}', None), ("python", "print('</tool>')", None),
     ]  # fmt: skip
     assert calls_of("<tool_call><function=python><parameter=code>1</parameter></function></tool_call>")[0][1] == "1"
 
 
-@pytest.mark.parametrize("text", ["", "\\boxed{4}", f"<think>or {SUM}?</think>4", f"<think>{SUM}", "<function=add>"])
+@pytest.mark.parametrize("text", ["", "\\boxed{4}", f"<think>or {SUM}?</think>4", f"<think>{SUM}", "<function> of x"])
 def test_a_turn_without_a_block_has_no_calls(text):
     assert XmlCodec.parse_calls(text, TOOLS) == []
 
@@ -44,7 +45,13 @@ def test_a_turn_without_a_block_has_no_calls(text):
         ("<tool_call></tool_call>", "unknown", "bad_xml", "not one whole function"),
         (SUM.replace("</function>", ""), "unknown", "bad_xml", "not one whole function"),
         (SUM.replace("</function>", "x</function>"), "unknown", "bad_xml", "not one whole function"),
-        (SUM.replace("</parameter>\n<", "<", 1), "add", "bad_arguments", 'needs the argument "a"'),
+        (SUM.replace("</parameter>\n<", "<", 1), "unknown", "bad_xml", "a value holds one of its tags"),
+        (SUM.replace("</parameter>", "</ parameter>", 1), "unknown", "bad_xml", "a value holds one of its tags"),
+        (block("python", code="print('</function>')"), "unknown", "bad_xml", "a value holds one of its tags"),
+        (block("python", code="x = '< parameter =a>'"), "unknown", "bad_xml", "a value holds one of its tags"),
+        ("<function=add>", "unknown", "unopened_call", "in no tool_call tag"),
+        ("I add.\n" + SUM.replace("<tool_call>\n", ""), "unknown", "unopened_call", "in no tool_call tag"),
+        (f"<think>{SUM}</think>{SUM.partition('<tool_call>')[2]}", "unknown", "unopened_call", "in no tool_call tag"),
         (SUM.replace("</tool_call>", "").replace("</function>", ""), "unknown", "unclosed_call", "cut off"),
         (block("Python", code="1"), "unknown", "unknown_tool", 'no tool "Python". There are: python, add.'),
         (block("python"), "python", "bad_arguments", 'needs the argument "code"'),
@@ -59,6 +66,22 @@ def test_the_model_reads_what_is_wrong_with_a_call(text, tag, kind, error):
     [call] = XmlCodec.parse_calls(text, TOOLS)
     assert (call.tag, call.error_kind) == (tag, kind)
     assert call.error.startswith("Error: ") and error in call.error and len(call.error) < 300
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (SUM, "call_without_result"),
+        (SUM.replace("<tool_call>\n", ""), "unopened_call"),
+        (SUM.replace("<tool_call>\n", "").replace("</tool_call>", ""), "unopened_call"),
+        (SUM.replace("</parameter>\n", "", 1), "malformed_call"),
+        (block("python", code="print('</function>')"), "malformed_call"),
+        (f"<think>{SUM.replace('<tool_call>', '')}</think>4", ""),
+        ("<think>perhaps <function=add></think>4", ""),
+    ],
+)
+def test_what_is_no_whole_block_is_not_well_formed(said, error):
+    assert FORMS["xml"].rules.turn_error(said, False, ("add", "python")) == error
 
 
 def test_whole_functions_whose_block_is_not_closed_are_calls():
@@ -81,8 +104,22 @@ TEXTS = [
     "", "a", "1", "-2", "1.5", "2.0", "1e3", "true", "False", "null", "None", "[1]", '{"k": [null]}', '"q"', " 1 ",
     "\n", "a\nb", "\n\na\n\n", "<b>&amp;</b>", "</think>", "</tool>", "é", "1e999", "[1", "print('x')  ", "<parameter>",
 ]  # fmt: skip
-WHOLE = [PYTHON.replace("</function>')", "')"), SUM, block("f"), block("é", z="<x>")]
+WHOLE = [PYTHON, SUM, block("f"), block("é", z="<x>")]
+DALLAS = block("w", city="Dallas", state="TX", unit="fahrenheit")
+"""Below it is broken as in the tests of vLLM's parser (tests/tool_parsers/test_qwen3coder_tool_parser.py)."""
 BROKEN = [
+    DALLAS.replace("</parameter>\n", "", 1),
+    DALLAS.replace("</parameter>\n", ""),
+    DALLAS.replace("<tool_call>\n", ""),
+    DALLAS.replace("<tool_call>\n", "").replace("</tool_call>", ""),
+    DALLAS.replace("<function=w>", "<function=w"),
+    DALLAS.replace("<parameter=city>", "<parameter=city"),
+    DALLAS.replace("<parameter=city>", "<parameter>"),
+    DALLAS.replace("</function>\n", ""),
+    DALLAS.replace("Dallas", "<parameter=x>"),
+    DALLAS.replace("Dallas", "a</function>b"),
+    DALLAS.replace("TX", "T</tool_call>X"),
+    block("python", code="s = '<parameter=a>'\nprint(s)"),
     "<tool_call></tool_call>", "<tool_call>x</tool_call>", '<tool_call>{"name": "f"}</tool_call>',
     "<tool_call><function=f></tool_call>", "<tool_call><function=f><parameter=z>1</function></tool_call>",
     "<tool_call><function=f>x</function></tool_call>", "<function=f><parameter=z>1</parameter></function>",

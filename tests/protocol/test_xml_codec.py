@@ -111,7 +111,7 @@ def test_a_result_cannot_end_a_turn_or_call_a_tool(family):
 
 def test_values_of_every_type_come_back_as_the_template_wrote_them():
     kinds = {"i": "integer", "n": "number", "b": "boolean", "a": "array", "o": "object", "s": "string"}
-    arguments = {"i": 4, "n": -1.5, "b": True, "a": [1, "x</function>"], "o": {"k": None}, "s": "4", "m": None}
+    arguments = {"i": 4, "n": -1.5, "b": True, "a": [1, "x</tool>"], "o": {"k": None}, "s": "4", "m": None}
     properties = {name: {"type": kind} for name, kind in kinds.items()} | {"m": {"type": ["string", "null"]}}
     schema = ToolSchema("f", "", {"type": "object", "properties": properties})
     for family in XML_FAMILIES:
