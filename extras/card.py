@@ -21,7 +21,7 @@ from arpo.config.named import is_own
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.run_folder import settings_of
 from arpo.config.sections import OptimConfig, UpdateConfig
-from arpo.data.hub import parse
+from arpo.data.hub import hub_name, parse
 from arpo.errors import UserError
 from arpo.start.exits import exit_with
 
@@ -67,7 +67,7 @@ def card_of(checkpoint: Path) -> str:
 
     run = checkpoint.resolve().parent.parent
     settings = settings_of(run)
-    source = settings["model.path"]
+    source = hub_name(settings["model.path"]).partition("@")[0]
     data = {key: str(settings.get(key) or "") for key in ("data.train", "data.valid")}
     on_hub = {wanted.repo for name in data.values() if (wanted := parse(name))}
     before, is_local = _head_of(source), Path(source).is_dir()

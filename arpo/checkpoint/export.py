@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -15,11 +14,18 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from arpo.checkpoint.checkpoints import NotWritten
+from arpo.config.model_folder import weight_files
+from arpo.data.hub import model_folder
 from arpo.engine.weight_sync import full_tensors
 from arpo.model import Policy
-from arpo.model.loading import OTHER_PARTS, folder_name, weight_files
+from arpo.model.loading import OTHER_PARTS, folder_name
 
 MAX_FILE_BYTES = 4 << 30
+UNCHANGED = (
+    "config.json", "generation_config.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template.*", "*.jinja", "additional_chat_templates/*.jinja", "*processor_config.json", "LICENSE*",
+)  # fmt: skip
+"""Patterns of the files of a model folder that training does not change."""
 
 
 def whole_weights(policy: Policy, source: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -65,8 +71,12 @@ def point_to(folder: Path, link: Path) -> None:
 
 
 def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: str) -> None:
-    """Replace `folder` by one of these tensors, and all else from `source` (a vision tower too, if it has one)."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    """Replace `folder` by one of these tensors, and all else from `source` (a vision tower too, if it has one).
+
+    Configs, tokenizer and chat template are copied byte by byte. To load and save them anew would change what nobody
+    changed (transformers 5 writes tokenizers that 4 cannot read), and refuses generation configs that it reads.
+    """
+    from transformers import AutoConfig
 
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -75,20 +85,22 @@ def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: 
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if config.get_text_config() is not config:
             tensors = with_other_parts(tensors, source, config)
-            for file in weight_files(source)[0].parent.glob("*processor_config.json"):  # of images
-                shutil.copy(file, temporary)
         write_safetensors(tensors, temporary)
-        config.dtype = source_dtype(source)
-        config.save_pretrained(temporary)
-        with contextlib.suppress(OSError):  # a model folder need not have one
-            GenerationConfig.from_pretrained(source).save_pretrained(temporary)
-        AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(temporary)
+        copy_unchanged(model_folder(source), temporary)
     except BaseException:
         shutil.rmtree(temporary)
         raise
     if folder.exists():
         shutil.rmtree(folder)
     temporary.rename(folder)
+
+
+def copy_unchanged(source: Path, folder: Path) -> None:
+    """Copy the files that training does not change; no code, no card, no optimizer's state, and no adapter."""
+    for file in {file for pattern in UNCHANGED for file in source.glob(pattern) if file.is_file()}:
+        copy = folder / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def with_other_parts(

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from arpo.config.bounded import Written, read_yaml
 from arpo.config.facts import ignored, out_of_range
 from arpo.config.foreign import OURS, SECTIONS
-from arpo.config.run_folder import pin_config
+from arpo.config.run_folder import pin_config, pin_models
 from arpo.errors import PrintableRecord, UserError
 from arpo.start.exits import check_launch, exit_interrupted, exit_with
 
@@ -146,7 +146,8 @@ def parse(root: type[C], flags: list[str]) -> C:
 
 
 def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -> C:
-    """Return the command line's config after `check`, with data sets of the Hub fetched and pinned to a commit.
+    """Return the command line's config after `check`, with data sets and models of the Hub fetched and pinned to a
+    commit.
 
     One thread per rank: OpenMP's barriers collapse as soon as anything else runs on the machine.
     """
@@ -158,7 +159,7 @@ def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -
     run_or_exit(check_encoding, locale.getpreferredencoding(False))
     cfg = run_or_exit(pin_config, run_or_exit(load_config, root))
     run_or_exit(check, cfg)
-    return cfg
+    return run_or_exit(pin_models, cfg)
 
 
 def check_encoding(name: str) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from arpo.config.bounded import parse_json, read_file
+from arpo.data.hub import model_folder
 from arpo.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+"""The names that transformers gives to the files of one model."""
 
 
 def check_model_folder(path: str, *, max_model_len: int = 0, option: str = "model.path") -> None:
@@ -21,14 +27,7 @@ def check_model_folder(path: str, *, max_model_len: int = 0, option: str = "mode
             raise UserError(f"{option}={path}: no such folder; train or download the model first")
         return
     config = read_json(option, folder, "config.json", "it must be a Hugging Face model folder")
-    if not [*folder.glob("*.safetensors")]:
-        fix = "was the model saved completely? (pytorch_model*.bin: save_pretrained it again with transformers)"
-        raise UserError(f"{option}={path}: no weights (*.safetensors); {fix}")
-    if (folder / "model.safetensors.index.json").exists():
-        index = read_json(option, folder, "model.safetensors.index.json", "copy it again").get("weight_map")
-        names = set(map(str, index.values() if isinstance(index, dict) else ["weight_map"]))
-        if absent := sorted(name for name in names if "/" in name or not (folder / name).is_file()):
-            raise UserError(f"{option}={path}: {absent[0]} is missing ({len(absent)} of its weight files are)")
+    weight_files(path, option=option)
     tokenizer = read_json(option, folder, "tokenizer_config.json", "save the tokenizer into the folder")
     if "chat_template" not in tokenizer and not (folder / "chat_template.jinja").exists():
         raise UserError(f"{option}={path}: the tokenizer has no chat template; add chat_template.jinja")
@@ -41,6 +40,34 @@ def check_model_folder(path: str, *, max_model_len: int = 0, option: str = "mode
             f"{option}={path}: max_prompt_tokens + rollout.max_response_tokens = {max_model_len} exceeds the "
             f"model's max_position_embeddings = {positions}; lower one of them"
         )
+
+
+def weight_files(path: str, *, option: str = "model.path") -> list[Path]:
+    """Return the safetensors files that hold the weights of a model's folder, or of its name on the Hub.
+
+    They are those of the index, or model.safetensors, or else all of the folder. Raises UserError where they are not
+    there, and where the index does not list model.safetensors: one of the two is an older copy.
+    """
+    folder = model_folder(path, option=option)
+    whole, index = folder / "model.safetensors", folder / INDEX
+    if index.exists():
+        listed = read_json(option, folder, INDEX, "copy it again").get("weight_map")
+        names = sorted(set(map(str, listed.values() if isinstance(listed, dict) else ["weight_map"])))
+        if absent := [name for name in names if "/" in name or not (folder / name).is_file()]:
+            raise UserError(f"{option}={path}: {absent[0]} is missing ({len(absent)} of its weight files are)")
+        if whole.exists() and whole.name not in names:
+            raise UserError(
+                f"{option}={path}: has model.safetensors, and an index of other files ({names[0]}): which one is the "
+                f"model? Move the older of {whole.name} and {INDEX} out of the folder"
+            )
+        return [folder / name for name in names]
+    if whole.exists():  # transformers takes it alone: beside it lie adapters, old copies, Mistral's own format
+        return [whole]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        fix = "was the model saved completely? (pytorch_model*.bin: save_pretrained it again with transformers)"
+        raise UserError(f"{option}={path}: no weights (*.safetensors); {fix}")
+    return [file for file in files if SHARD.fullmatch(file.name)] or files
 
 
 def read_json(option: str, folder: Path, name: str, fix: str) -> dict:

@@ -26,12 +26,15 @@ from typing import IO, Any, TypeVar
 from arpo.config.bounded import parse_json, read_file, read_yaml
 from arpo.config.contents import contents_of, keep_code, start_of
 from arpo.config.facts import leaves, may_change
+from arpo.config.model_folder import check_model_folder
 from arpo.config.sections import RunConfig
-from arpo.data.hub import pin
+from arpo.data.hub import hub_name, model_folder, pin
 from arpo.errors import UserError
 
 C = TypeVar("C")
 CONFIG, CHANGES, SESSIONS, LOCK = "config.yaml", "changes.jsonl", "sessions.jsonl", ".lock"
+MODELS = ("model.path", "critic.path", "loss.reference")
+"""Options that name a model."""
 CONTENTS = "contents."
 """What a digest's key has in front of the key of the setting that names the file."""
 _locks: list[IO[str]] = []
@@ -177,4 +180,27 @@ def pin_config(cfg: C) -> C:
     if hasattr(cfg, "eval"):
         files = tuple(pin("eval.files", file) for file in cfg.eval.files)
         cfg = replace(cfg, eval=replace(cfg.eval, files=files))
+    return cfg
+
+
+def pin_models(cfg: C) -> C:
+    """Return a script's config with the folder in the cache for each model of the Hub, so that trainer, engine and
+    export have one commit. Raises UserError.
+
+    A run that was begun goes on with its commit. Its name alone is kept where an earlier version recorded that.
+    """
+    evaluation, begun = getattr(cfg, "eval", None), begun_settings(Path(cfg.run.dir) / cfg.run.name)
+    if evaluation and evaluation.regrade:
+        return cfg
+    for option in MODELS:
+        section, field = option.split(".")
+        name, before = getattr(getattr(cfg, section, None), field, ""), str(begun.get(option, ""))
+        if not name or Path(name).is_dir():
+            continue
+        folder = model_folder(name, option=option, begun=before, weights=not (evaluation and evaluation.server))
+        check_model_folder(str(folder), max_model_len=getattr(cfg, "max_model_len", 0), option=option)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{option}: {hub_name(str(folder))}, in {folder}", flush=True)
+        if before != name:
+            cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{field: str(folder)})})
     return cfg

@@ -1,8 +1,9 @@
-"""Data sets of the Hub by name: OWNER/NAME, OWNER/NAME:FILE, OWNER/NAME@REVISION:FILE.
+"""Data sets and models of the Hub by name: OWNER/NAME, OWNER/NAME:FILE, OWNER/NAME@REVISION:FILE.
 
     name = pin("data.train", "openai/gsm8k:main/train-00000-of-00001.parquet")    # fetched
     # "openai/gsm8k@e53f048856ff4f594e959d75785d2c2d37b678ee:main/train-00000-of-00001.parquet"
     local_file(name)    # the file, in the Hub's cache
+    model_folder("Qwen/Qwen3-0.6B")    # .../models--Qwen--Qwen3-0.6B/snapshots/COMMIT, fetched
 
 A config is pinned before torch is imported, so that a mistake shows at once. A run's config.yaml has the commit: the
 run goes on with the rows that it was begun with, whatever happens to the data set. Cache (HF_HOME), mirror
@@ -11,6 +12,7 @@ run goes on with the rows that it was begun with, whatever happens to the data s
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -38,6 +40,10 @@ _ADDRESS = re.compile(
     r"(?:/(?:blob|resolve|tree)/(?P<branch>[^/]+))?(?:/(?P<file>[^?]+?))?/?(?:\?.*)?"
 )
 """Addresses of a data set or its file, as the Hub's pages and its file system have them."""
+_SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
+"""The end of a model's folder in the Hub's cache."""
+SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", "README.md")
+"""Ends of the names of a model's files, but for weights."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -99,15 +105,57 @@ def source_of(name: str) -> str:
     return wanted.repo.partition("/")[2] if wanted else ""
 
 
-def check_hub_model(option: str, name: str) -> None:
-    """Raise UserError where a model is no folder, not in the cache, and not on the Hub either, or that is out of reach:
-    transformers finds that out only after minutes of retries."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
+def model_folder(name: str, *, option: str = "model.path", begun: str = "", weights: bool = True) -> Path:
+    """Return a model's folder: `name` itself, or of OWNER/NAME or OWNER/NAME@REVISION the folder in the Hub's cache,
+    with all that a run needs of it fetched. Later no question goes to the Hub.
 
+    `begun` is the folder of the same run: its commit stays while `name` asks for no revision. Where the Hub does not
+    answer, the cache's commit is taken. Raises UserError.
+    """
+    from huggingface_hub import HfApi, errors, hf_hub_download, try_to_load_from_cache
+
+    if Path(name).is_dir():
+        return Path(name)
     _check_answers()
-    if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
-        with _said(f"{option}={name}", name):
-            HfApi().model_info(name, timeout=TIMEOUT_S)
+    repo, _, revision = name.partition("@")
+    if hub_name(begun).partition("@")[0] == repo and not revision:
+        revision = hub_name(begun).partition("@")[2]
+    with _said(f"{option}={name}", repo):
+        try:
+            info = HfApi().model_info(repo, revision=revision or None, timeout=TIMEOUT_S)
+        except (errors.OfflineModeIsEnabled, errors.HTTPError):
+            cached = try_to_load_from_cache(repo, "config.json", revision=revision or None)
+            if not isinstance(cached, str):
+                raise
+            return Path(cached).parent
+        commit = revision if _COMMIT.fullmatch(revision) else info.sha
+        listed = [one.rfilename for one in info.siblings or () if one.rfilename]
+        fetched = {file: Path(hf_hub_download(repo, file, revision=commit)) for file in listed if _is_small(file)}
+        if "config.json" not in fetched:
+            raise UserError(f"{option}={name}: no config.json there; it must be a model in Hugging Face's format")
+        index = fetched.get("model.safetensors.index.json")
+        for file in _weights_of(index and json.loads(index.read_text()), listed) if weights else ():
+            hf_hub_download(repo, file, revision=commit)
+    return fetched["config.json"].parent
+
+
+def hub_name(path: str) -> str:
+    """Return OWNER/NAME@COMMIT for a model's folder in the Hub's cache; any other path is returned as it is."""
+    found = _SNAPSHOT.search(path)
+    return f"{found['owner']}/{found['name']}@{found['commit']}" if found else path
+
+
+def _is_small(file: str) -> bool:
+    """Return whether a file of a model's repository is none of its weights, and may be needed."""
+    return file.endswith(SMALL) and ("/" not in file or file.startswith("additional_chat_templates/"))
+
+
+def _weights_of(index: dict[str, Any] | None, listed: list[str]) -> list[str]:
+    """Return the weights to fetch: a repository may have the same ones again in other files."""
+    if index:
+        return sorted(set(index.get("weight_map", {}).values()))
+    whole = "model.safetensors"
+    return [whole] if whole in listed else [f for f in listed if f.endswith(".safetensors") and "/" not in f]
 
 
 def _check_answers() -> None:

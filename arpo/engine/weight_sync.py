@@ -16,8 +16,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from arpo.config.model_folder import INDEX, weight_files
 from arpo.errors import UserError
-from arpo.model.loading import check_weights, folder_name, text_name, weight_files
+from arpo.model.loading import (
+    HEAD,
+    check_once,
+    check_tied_head,
+    check_weights,
+    folder_name,
+    text_name,
+)
 
 # torch 2.13 renamed it, and warns about the old name.
 all_gather_flat = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -163,13 +171,20 @@ def check_checkpoint(model_path: str, *, needs_weights: bool) -> None:
     has_other_format = any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors"))
     if not needs_weights or has_other_format:
         return
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(model_path):
+    files = weight_files(model_path)
+    others = sorted({*folder.glob("*.safetensors")} - {*files})
+    if others and not (folder / INDEX).exists():
+        raise UserError(f"{folder}: vLLM would load {others[0].name} over {files[0].name}; move it elsewhere")
+    shapes: dict[Path, dict[str, tuple[int, ...]]] = {}
+    for file in files:
         try:
             with safe_open(file, "pt") as tensors:
-                names = tensors.keys()
-                shapes |= {text_name(name): tuple(tensors.get_slice(name).get_shape()) for name in names}
+                shapes[file] = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: not a valid safetensors file ({error}); copy it again") from None
+    check_once(shapes, model_path)
+    found = {text_name(name): shape for part in shapes.values() for name, shape in part.items()}
     expected = {text_name(name): parameter for name, parameter in expected_parameters(model_path).items()}
-    check_weights(expected, {name: shapes[name] for name in shapes.keys() & expected.keys()}, model_path)
+    check_weights(expected, {name: found[name] for name in found.keys() & expected.keys()}, model_path)
+    if HEAD in found and HEAD not in expected:
+        check_tied_head(shapes, model_path)

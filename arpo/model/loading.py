@@ -10,8 +10,7 @@ No rank ever holds, or reads, more than its own rows of a weight.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from arpo.config.model_folder import weight_files
 from arpo.errors import UserError
 from arpo.model.mixers import check_layers, run_by_rows
 from arpo.model.settled import settled_config
 
 TEXT = "model.language_model."
 """Begins the names of the text model's weights in the folder of a vision-language model; elsewhere it is "model."."""
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ROWS = 8192
+"""Rows of the head that are compared at a time."""
 OTHER_PARTS = ("model.visual.", "mtp.")
 """Begin the names of what the text model has not: the vision tower, and heads that predict further tokens."""
 
@@ -101,8 +104,11 @@ def read_weights(parameters: Mapping[str, torch.Tensor], path: str) -> None:
         for file in weight_files(path):
             with safe_open(file, "pt") as tensors:
                 shapes[file] = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        check_once(shapes, path)
         found = {text_name(name): shape for part in shapes.values() for name, shape in part.items()}
         check_weights(parameters, found, path)
+        if HEAD in found and HEAD not in parameters:
+            check_tied_head(shapes, path)
         for file, names in shapes.items():
             for name in names:
                 if (parameter := parameters.get(text_name(name))) is None:
@@ -124,7 +130,7 @@ def check_weights(parameters: Mapping[str, torch.Tensor], found: Mapping[str, tu
     unknown = sorted(
         name
         for name in found.keys() - parameters.keys()
-        if name != "lm_head.weight" and "rotary_emb." not in name and not name.startswith(OTHER_PARTS)
+        if name != HEAD and "rotary_emb." not in name and not name.startswith(OTHER_PARTS)
     )
     if unknown:
         raise UserError(
@@ -139,6 +145,39 @@ def check_weights(parameters: Mapping[str, torch.Tensor], found: Mapping[str, tu
             )
 
 
+def check_once(names: Mapping[Path, Iterable[str]], path: str) -> None:
+    """Raise UserError where a weight stands in two files: which of them is the model?"""
+    seen: dict[str, Path] = {}
+    for file, its_names in names.items():
+        for name in its_names:
+            if (other := seen.setdefault(name, file)) != file:
+                raise UserError(
+                    f"model.path={path}: {name} is in {other.name} and in {file.name}; which of them is the model's? "
+                    "Move the other file out of the folder"
+                )
+
+
+def check_tied_head(names: Mapping[Path, Iterable[str]], path: str) -> None:
+    """Raise UserError where a head is stored that the config ties to the embeddings, and has other values: neither the
+    trainer nor vLLM would load it."""
+    from safetensors import safe_open
+
+    of = {text_name(name): (file, name) for file, its_names in names.items() for name in its_names}
+    (head_file, head_name), (embedding_file, embedding_name) = of[HEAD], of[EMBEDDING]
+    with safe_open(head_file, "pt") as heads, safe_open(embedding_file, "pt") as embeddings:
+        head, embedding = heads.get_slice(head_name), embeddings.get_slice(embedding_name)
+        num_rows = head.get_shape()[0]
+        same = head.get_shape() == embedding.get_shape() and all(
+            torch.equal(head[start : start + ROWS], embedding[start : start + ROWS])
+            for start in range(0, num_rows, ROWS)
+        )
+    if not same:
+        raise UserError(
+            f"model.path={path}: {HEAD} is not the embeddings, to which config.json ties it; set tie_word_embeddings "
+            f"to false there, or take {HEAD} out of {head_file.name}"
+        )
+
+
 def text_name(name: str) -> str:
     """Return the name that a weight of a folder has in the text model."""
     return "model." + name.removeprefix(TEXT) if name.startswith(TEXT) else name
@@ -148,22 +187,6 @@ def folder_name(name: str, config: Any) -> str:
     """Return the name that a weight of the text model has in a folder of this config, and for vLLM's class for it."""
     is_part = config.get_text_config() is not config
     return TEXT + name.removeprefix("model.") if is_part and name.startswith("model.") else name
-
-
-def weight_files(path: str) -> list[Path]:
-    """Return the safetensors files of a folder, or of a hub name, downloaded unless they are in the local cache."""
-    folder = Path(path)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
-    index = folder / "model.safetensors.index.json"
-    if index.exists():  # other files beside those it lists may hold the same weights again
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"model.path={path}: no weights (*.safetensors); was the model saved completely?")
-    return files
 
 
 def copy_rows(parameter: torch.Tensor, weight) -> None:

@@ -195,7 +195,24 @@ def load_tokenizer(path: str):
                 f"model.path={path}: its chat template (chat_template.jinja, or in tokenizer_config.json) needs more "
                 f"than {excess} for a question; take that of the model's publisher"
             )
+    check_vocabulary(path, tokenizer)
     return tokenizer
+
+
+def check_vocabulary(path: str, tokenizer) -> None:
+    """Raise UserError for a tokenizer with ids that have no row of the embeddings: tokens were added, and no rows."""
+    from transformers import AutoConfig
+
+    if not (Path(path) / "config.json").exists():  # a tokenizer alone, for a model on a server
+        return
+    num_rows = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config().vocab_size
+    beyond = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows}
+    if beyond:
+        raise UserError(
+            f"model.path={path}: the tokenizer has {len(beyond)} tokens without a row of the model's {num_rows} "
+            f"embeddings, {beyond[min(beyond)]!r} first; give it rows with transformers, "
+            "model.resize_token_embeddings(len(tokenizer)), and save both into the folder"
+        )
 
 
 def check_companion(path: str, tokenizer, *, max_model_len: int, option: str) -> None:

@@ -18,7 +18,7 @@ from arpo.config.named import find, is_own
 from arpo.config.run_folder import check_run_folder, claim_folder
 from arpo.config.tools import ToolsConfig
 from arpo.data import BadRow, parse_prompt, read_rows
-from arpo.data.hub import check_hub_model, local_file
+from arpo.data.hub import local_file
 from arpo.errors import UserError
 from arpo.evals.benchmarks import questions, select
 from arpo.log.trackers import TRACKERS
@@ -68,18 +68,16 @@ def check_evaluation(cfg: Any) -> None:
         questions(name, benchmark, cfg.eval.data_dir, max_questions=NUM_ROWS)
     _check_questions(cfg.eval.files, cfg.tools)
     claim_folder(cfg.run.folder, cfg.SCRIPT)
-    check_hub_model("model.path", cfg.model.path)
 
 
 def _check_run(cfg: Any) -> None:
-    """Check what the trainings have in common; the Hub is asked last."""
+    """Check what the trainings have in common."""
     check_run_folder(cfg.run, cfg)
     files = [local_file(path) for path in (cfg.data.train, cfg.data.valid) if path]
     if os.environ.get("RANK", "0") == "0" and len({digest_of(file) for file in files}) < len(files):
         print(f"warning: data.valid={cfg.data.valid} is the training data, so validation says nothing of new questions")
     for tracker in cfg.run.trackers:
         find("run.trackers", tracker, TRACKERS)
-    check_hub_model("model.path", cfg.model.path)
 
 
 def _check_questions(paths: Iterable[str], tools: ToolsConfig) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub.constants
 import huggingface_hub.file_download
 import pytest
 from helpers.hub_server import COMMIT, HubServer
+from helpers.models import build_tiny_model
 
 from arpo.config.load import load_config
-from arpo.config.run_folder import changes, pin_config, record_settings
+from arpo.config.model_folder import check_model_folder
+from arpo.config.run_folder import changes, pin_config, pin_models, record_settings
 from arpo.data import hub
 from arpo.data.hub import HubFile, parse
 from arpo.errors import UserError
+from arpo.model import load_tokenizer
 from arpo.sampling.environment import Environment
+from arpo.start.memory import sizes_of
 from evaluate import EvalConfig
 from train_rl import DataConfig, RLConfig
 from train_sft import SFTConfig
@@ -111,6 +118,7 @@ def test_a_run_goes_on_with_the_commit_that_it_was_begun_with(server, tmp_path):
     server.requests.clear()
     assert pin_config(load_config(RLConfig, [*flags, "o/one"])) == before
     assert server.requests == []
+
     now = pin_config(load_config(RLConfig, [*flags, "o/one@main"]))
     assert changes(tmp_path / "r", now) == {"data.train": (before.data.train, newest)}  # which the run refuses
     record_settings(tmp_path / "r", now, step=3)  # or goes on with, under run.resume_changed
@@ -159,8 +167,9 @@ def test_a_mirror_that_points_out_of_the_cache_writes_nothing(server, tmp_path, 
     with pytest.raises(UserError, match=r"^data\.train=o/one: not the Hub's answer: commit .*; check the name, HF_END"):
         hub.pin("data.train", "o/one")
     server.repos["models/o/model"] = {"config.json": b"{}"}
-    hub.check_hub_model("model.path", "o/model")
-    with pytest.raises(ValueError, match="not the Hub's answer: commit "):  # as transformers will ask
+    with pytest.raises(UserError, match=r"^model\.path=o/model: not the Hub's answer: commit "):
+        hub.model_folder("o/model")
+    with pytest.raises(ValueError, match="not the Hub's answer: commit "):  # as transformers would ask
         huggingface_hub.hf_hub_download("o/model", "config.json")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()] and server.downloads() == []
 
@@ -191,3 +200,61 @@ def test_without_a_network_the_cache_has_what_was_fetched(server, monkeypatch):
     with pytest.raises(UserError, match=r"^data\.train=o/two: not here, and it is not in the Hub's cache, and HF_HUB"):
         hub.pin("data.train", "o/two")
     assert server.requests == []
+
+
+MODEL = {"config.json": b"{}", "tokenizer.json": b"{}", "original/consolidated.00.pth": b"x", "README.md": b"# m"}
+SHARDS = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}).encode()
+PARTS = {"model-1.safetensors": b"1", "model-2.safetensors": b"2"}
+WEIGHTS = {  # report: (weights of the repository, those that are fetched)
+    "one file, and the same in Mistral's format": ({"consolidated.safetensors": b"x"}, ["model.safetensors"]),
+    "two models (unsloth#2978)": ({"model_old.safetensors": b"x"}, ["model.safetensors"]),
+    "an adapter beside its base (unsloth#1061)": ({"adapter_model.safetensors": b"x"}, ["model.safetensors"]),
+    "a folder of other formats": ({"onnx/model.safetensors": b"x", "flax_model.msgpack": b""}, ["model.safetensors"]),
+    "shards with their index": ({"model.safetensors.index.json": SHARDS} | PARTS, sorted(PARTS)),
+    "one of another name": ({"pytorch_model.safetensors": b"x"}, ["pytorch_model.safetensors"]),
+}
+
+
+@pytest.mark.parametrize("report", WEIGHTS)
+def test_a_model_of_the_hub_is_fetched_once_and_without_what_is_not_its_own(server, report):
+    files, wanted = WEIGHTS[report]
+    alone = {} if "index" in " ".join(files) or wanted != ["model.safetensors"] else {"model.safetensors": b"w"}
+    server.repos["models/o/model"] = MODEL | files | alone
+    folder = hub.model_folder("o/model")
+    there = {str(file.relative_to(folder)) for file in folder.rglob("*")}
+    small = {"model.safetensors.index.json"} & files.keys()
+    assert there == {"config.json", "tokenizer.json", "README.md", *wanted, *small}
+    assert hub.hub_name(str(folder)) == f"o/model@{COMMIT}" and folder.name == COMMIT
+    assert hub.model_folder(str(folder)) == folder
+
+
+def test_a_run_goes_on_with_the_commit_of_its_model_and_asks_nothing_without_a_network(server, tmp_path, monkeypatch):
+    """huggingface_hub#4487, av/harbor#262: minutes of retries for files that no cache has."""
+    model = build_tiny_model(tmp_path / "model")
+    server.repos["models/o/model"] = {file.name: file.read_bytes() for file in model.iterdir()}
+    cfg = load_config(SFTConfig, ["--data.train", "x", "--model.path", "o/model", "--run.dir", str(tmp_path)])
+    pinned = pin_models(cfg)
+    folder = Path(pinned.model.path)
+    assert folder.name == COMMIT and check_model_folder(pinned.model.path) is None
+    pinned.run.folder.mkdir()
+    record_settings(pinned.run.folder, pinned, step=0)
+    server.commit = "f" * 40
+    assert pin_models(cfg) == pinned, "another commit is on the Hub, and the run has its own"
+    changed = replace(cfg, model=replace(cfg.model, path="o/model@main"))
+    assert pin_models(changed).model.path == str(folder.with_name("f" * 40))
+    server.requests.clear()
+    for offline in (True, False):  # by the variable, and by a Hub that does not answer
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+        assert pin_models(cfg) == pinned
+    assert load_tokenizer(pinned.model.path) and sizes_of(pinned.model.path) and server.requests == []
+
+
+def test_what_a_model_of_the_hub_lacks_is_one_line_before_torch(server, tmp_path):
+    server.repos["models/o/none"] = {"README.md": b"# gguf"}
+    server.repos["models/o/short"] = {"config.json": b'{"max_position_embeddings": 64}', "model.safetensors": b""}
+    server.repos["models/o/short"] |= {"tokenizer_config.json": b'{"chat_template": "x"}'}
+    common = ["--data.train", "x", "--run.dir", str(tmp_path), "--model.path"]
+    for name, words in {"o/none": "no config.json there", "o/short": "max_position_embeddings = 64"}.items():
+        with pytest.raises(UserError, match=f"^model.path=.*{words}"):
+            pin_models(load_config(RLConfig, [*common, name]))

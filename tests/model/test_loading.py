@@ -11,9 +11,9 @@ from helpers.ranks import mesh_of_one, run_ranks
 from safetensors.torch import load_file, save_file
 
 from arpo.config.model_folder import check_model_folder
-from arpo.engine.weight_sync import full_tensors
+from arpo.engine.weight_sync import check_checkpoint, full_tensors
 from arpo.errors import UserError
-from arpo.model import load_policy
+from arpo.model import load_policy, load_tokenizer
 from arpo.model.critic import load_critic
 
 CPU = torch.device("cpu")
@@ -124,14 +124,141 @@ def test_weights_that_do_not_fit_the_config_are_one_line(tmp_path, change, words
         assert "\n" not in str(error.value) and f"model.path={folder}" in str(error.value)
 
 
-def test_a_tied_head_that_is_stored_again_and_old_rope_buffers_do_no_harm(tmp_path):
+def beside(name: str, change=lambda w: w + 1, *, keep: bool = True):
+    """Write the folder's weights again, changed, under another name."""
+
+    def edit(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        save_file({n: change(w) for n, w in weights.items()}, folder / name, metadata={"format": "pt"})
+        if not keep:
+            (folder / "model.safetensors").unlink()
+
+    return edit
+
+
+def halves(folder: Path, *, names=("a.safetensors", "b.safetensors"), shared: str = "") -> None:
+    weights = load_file(folder / "model.safetensors")
+    first = sorted(weights)[::2]
+    save_file({n: weights[n] for n in first}, folder / names[0])
+    save_file({n: w for n, w in weights.items() if n not in first or n == shared}, folder / names[1])
+    (folder / "model.safetensors").unlink()
+
+
+def index_of(folder: Path, file: str) -> None:
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+
+
+def stale_index(folder: Path) -> None:
+    beside("model-00001-of-00001.safetensors")(folder)
+    index_of(folder, "model-00001-of-00001.safetensors")
+
+
+def head(change):
+    return lambda folder: edit_weights(
+        folder, lambda w: w.update({"lm_head.weight": change(w["model.embed_tokens.weight"])})
+    )
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+FOLDERS = {  # report: (what is done to the folder, the one line; "" = loads what transformers loads)
+    "an old copy (unsloth#2978)": (beside("model_old.safetensors"), ""),
+    "a later name in the alphabet (llama.cpp#17286)": (beside("pytorch_model.safetensors"), ""),
+    "Mistral's format (InfiniLM#467)": (beside("consolidated.safetensors"), ""),
+    "a variant (transformers' variant=fp16)": (beside("model.fp16.safetensors"), ""),
+    "an adapter beside it (unsloth#1061)": (
+        lambda f: save_file({"base_model.model.q.lora_A.weight": torch.ones(2, 2)}, f / "adapter_model.safetensors"), ""
+    ),
+    "an optimizer beside it": (lambda f: save_file({"step": torch.ones(1)}, f / "optimizer.safetensors"), ""),
+    "an index of itself and auxiliary files (mlx-swift-lm#408)": (
+        lambda f: (beside("projector.safetensors")(f), index_of(f, "model.safetensors")), ""
+    ),
+    "shards without an index, beside Mistral's": (
+        lambda f: (beside("consolidated.safetensors")(f), halves(f, names=SHARDS)), ""
+    ),
+    "older shards with an index (mlx-vlm#1827, peft#2405)": (
+        stale_index, r"has model.safetensors, and an index of other files \(model-00001-of-00001.safetensors\)"
+    ),
+    "an index whose files are not there (mlx-swift-lm#562, CoSER#3)": (
+        lambda f: index_of(f, SHARDS[0]), r"model-00001-of-00002.safetensors is missing"
+    ),
+    "one weight in two files (vllm#54230)": (
+        lambda f: halves(f, shared="model.embed_tokens.weight"), "embed_tokens.weight is in a.safetensors and in b"
+    ),
+    "two whole models, neither called model (unsloth#2978)": (
+        lambda f: (beside("a.safetensors")(f), beside("b.safetensors", keep=False)(f)),
+        r"is in a.safetensors and in b.safetensors; which of them",
+    ),
+    "a head of its own where the config ties (LlamaFactory#10560, transformers#42612)": (
+        head(lambda e: e * 2), r"lm_head.weight is not the embeddings, to which config.json ties it; set tie_word"
+    ),
+    "one row of the head is another (Automodel#2511)": (
+        head(lambda e: torch.cat([e[:-1], e[-1:] + 1])), "lm_head.weight is not the embeddings"
+    ),
+    "a head that is resized alone": (head(lambda e: torch.cat([e, e[:1]])), "lm_head.weight is not the embeddings"),
+    "the tied head is stored again (transformers 4)": (head(lambda e: e.clone()), ""),
+    "old RoPE buffers": (
+        lambda f: edit_weights(f, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)})),
+        "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("report", FOLDERS)
+def test_a_folder_of_several_files_is_the_model_that_transformers_loads_or_one_line(report, tmp_path):
+    edit, words = FOLDERS[report]
     folder = build_tiny_model(tmp_path)
-    extra = {"lm_head.weight": torch.zeros(384, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
-    edit_weights(folder, lambda w: w.update(extra))
+    expected = load_file(folder / "model.safetensors")
+    edit(folder)
     with mesh_of_one() as mesh:
+        if words:
+            with pytest.raises(UserError, match=f"^model.path={re.escape(str(folder))}: .*{words}") as error:
+                load_policy(cfg_of(folder), mesh, device=CPU)
+            assert "\n" not in str(error.value)
+            return
         policy = load_policy(cfg_of(folder), mesh, device=CPU)
+    found = dict(policy.hf.named_parameters())
+    assert all(torch.equal(found[name].full_tensor(), weight) for name, weight in expected.items())
     assert policy.hf.lm_head.weight is policy.hf.model.embed_tokens.weight
-    assert policy.hf.lm_head.weight.full_tensor().abs().max() > 0
+
+
+@pytest.mark.parametrize("report", [name for name in FOLDERS if "copy" in name or "head" in name])
+def test_what_vllm_would_load_otherwise_is_one_line_before_an_evaluation(report, tmp_path):
+    """vLLM loads all files where there is no index, and drops a tied head."""
+    folder = build_tiny_model(tmp_path)
+    check_checkpoint(str(folder), needs_weights=True)
+    FOLDERS[report][0](folder)
+    if "stored again" in report:
+        return check_checkpoint(str(folder), needs_weights=True)
+    with pytest.raises(
+        UserError, match=r"vLLM would load model_old.safetensors over model.safetensors|to which config"
+    ):
+        check_checkpoint(str(folder), needs_weights=True)
+
+
+ADDED = {  # report: (tokens, special)
+    "a special token for a tag (self-rag#91)": (["<my_search>"], True),
+    "plain tokens (transformers#11008, #24698, #11102)": ([f"<extra_{i}>" for i in range(60)], False),
+    "a pad token (lo-fit#1, trlx#498)": (["[PAD]"], True),
+    "as many as there are rows: fits (axolotl#2257 is the other way round)": ([], False),
+}
+
+
+@pytest.mark.parametrize("report", ADDED)
+def test_a_tokenizer_with_more_ids_than_embeddings_is_one_line(report, tmp_path):
+    tokens, special = ADDED[report]
+    folder = build_tiny_model(tmp_path)
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.add_tokens([f"<fill_{i}>" for i in range(384 - len(tokenizer))])
+    tokenizer.add_tokens(tokens, special_tokens=special)
+    tokenizer.save_pretrained(folder)
+    if not tokens:
+        assert len(load_tokenizer(str(folder))) == 384
+        return
+    words = f"{len(tokens)} tokens without a row of the model's 384 embeddings, {re.escape(repr(tokens[0]))} first"
+    with pytest.raises(UserError, match=words) as error:
+        load_tokenizer(str(folder))
+    assert "resize_token_embeddings" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_second_copy_beside_the_files_that_the_index_lists_is_not_read(tmp_path):
