@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +24,10 @@ DATA = "\U0010ffff"
 """Stands before and behind each special token that a message's text contains, while the template renders it. Unicode
 keeps this character out of text."""
 THINK = "<think>"
+ANCHORS = ("\n", "a", ".")
+"""Texts behind which another is no beginning; it may share a token with one of them, not with all."""
+CONTEXT_CHARS = 64
+"""End of the text before, at least one special token long, that decides how the next text is tokenised."""
 REWRITES = (
     "the chat template rewrites earlier turns (Qwen3's drops their thinking), so that one row cannot train them all; "
     "set data.train_turns=last"
@@ -67,6 +72,9 @@ class Codec(ABC):
         self._tag = _pattern(self._tag_ids)
         self._control = _pattern(special.keys() - tags)
         self._control_ids = frozenset(special[text] for text in special.keys() - tags)
+        # SentencePiece's kind writes a blank before a text: right where a text begins, wrong inside of one.
+        whole, *parts = (tokenizer.encode(text, add_special_tokens=False) for text in (".The", ".", "The"))
+        self._marks_beginnings = whole != sum(parts, [])
         self._after_eos, self._trims, self._opened = self._probe_template()
         self._texts = TokenTexts(tokenizer, self.decode, self._encode_data("a"))
         self.vocab_size = len(tokenizer)
@@ -99,16 +107,35 @@ class Codec(ABC):
     def _count_min_result_tokens(self) -> int:
         """Return the tokens of an empty result with the mark that it was cut."""
 
-    def encode(self, text: str) -> list[int]:
-        """Tokenise text that is data: without BOS, and with special tokens in it as plain characters, except tags."""
+    def encode(self, text: str, before: str = ANCHORS[0]) -> list[int]:
+        """Tokenise text that is data: without BOS, and with special tokens in it as plain characters, except tags.
+
+        `before` is the text, or its end, behind which it stands: SentencePiece's kind tells beginnings from the rest.
+        """
         token_ids, position = [], 0
         for tag in self._tag.finditer(text):
-            token_ids += [*self._encode_data(text[position : tag.start()]), self._tag_ids[tag[0]]]
-            position = tag.end()
-        return token_ids + self._encode_data(text[position:])
+            token_ids += [*self._encode_data(text[position : tag.start()], before), self._tag_ids[tag[0]]]
+            position, before = tag.end(), tag[0]
+        return token_ids + self._encode_data(text[position:], before)
 
-    def _encode_data(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    def _encode_data(self, text: str, before: str = "") -> list[int]:
+        return self._encode_behind(text, before, is_data=True)
+
+    def _encode_behind(self, text: str, before: str, *, is_data: bool) -> list[int]:
+        """Tokenise text as it is tokenised behind `before`, whose special tokens are tokens; those of data are not."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=False, split_special_tokens=is_data)
+        if not (self._marks_beginnings and before and text):
+            return encode(text)
+        # The real context says whether a text begins here: it may end in a token that takes the next blanks (Phi-3).
+        contexts = [(anchor, encode) for anchor in ANCHORS]
+        if not (is_data and self._control.search(text)):
+            whole = partial(self.tokenizer.encode, add_special_tokens=False)
+            contexts.insert(0, (before.replace(DATA, "")[-CONTEXT_CHARS:], whole))
+        for context, encode_both in contexts:
+            head, both = encode_both(context), encode_both(context + text)
+            if both[: len(head)] == head:  # else a token goes over the border
+                return both[len(head) :]
+        return encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens other than tags."""
@@ -134,12 +161,14 @@ class Codec(ABC):
             return [self._all_marked(one) for one in value]
         return {name: self._all_marked(one) for name, one in value.items()} if isinstance(value, dict) else value
 
-    def _encode_rendered(self, text: str) -> list[int]:
-        """Tokenise what the template rendered: special tokens are the template's, except those marked as data."""
+    def _encode_rendered(self, text: str, before: str = "") -> list[int]:
+        """Tokenise what the template rendered behind `before`: special tokens are the template's, except those marked
+        as data."""
         token_ids = []
         for number, piece in enumerate(text.split(DATA)):
             is_data = number % 2
-            token_ids += self.encode(piece) if is_data else self.tokenizer.encode(piece, add_special_tokens=False)
+            token_ids += self.encode(piece, before) if is_data else self._encode_behind(piece, before, is_data=False)
+            before += piece
         return token_ids
 
     def _template(self, messages: list[dict[str, Any]], *, generation: bool, tools: list[dict] | None = None) -> str:
@@ -283,9 +312,9 @@ class Codec(ABC):
             prompt = self._template(messages[:start], generation=True, tools=functions)
             if not prompt.startswith(done):
                 raise ValueError(REWRITES)
-            self._add(row, self._encode_rendered(prompt[len(done) :]), False)
-            done = prompt + self._add_run(row, _run(messages, start), mask_results)
-        self._add(row, self.tokenizer.encode(self._after_eos, add_special_tokens=False), False)
+            self._add(row, self._encode_rendered(prompt[len(done) :], done), False)
+            done = prompt + self._add_run(row, _run(messages, start), mask_results, prompt)
+        self._add(row, self._encode_behind(self._after_eos, done, is_data=False), False)
         return row
 
     @abstractmethod
@@ -295,8 +324,9 @@ class Codec(ABC):
         """Return messages and functions of a file as the template takes them."""
 
     @abstractmethod
-    def _add_run(self, row: Rendered, run: list[dict[str, Any]], mask_results: bool) -> str:
-        """Add the assistant's turns up to its answer, and the results between them. Returns what was written."""
+    def _add_run(self, row: Rendered, run: list[dict[str, Any]], mask_results: bool, before: str) -> str:
+        """Add the assistant's turns up to its answer, and the results between them, behind the text `before`. Returns
+        what was written."""
 
     def _said(self, message: dict[str, Any]) -> str:
         """Return what the assistant says, as the file has it, without the <think> that the prompt has opened."""

@@ -85,7 +85,8 @@ def strip_thoughts(evidence: ContextEvidence) -> list[int] | None:
         text = _THOUGHT.sub("", opened + evidence.text(turn))
         sampled = trajectory.token_ids[turn.start : turn.end]
         end = [token for token in sampled[-1:] if not codec.decode([token])]  # the turn's end token, which has no text
-        token_ids[len(token_ids) - size :] = codec.encode(text) + end
+        before = codec.tokenizer.decode(token_ids[:-size] if size else token_ids)
+        token_ids[len(token_ids) - size :] = codec.encode(text, before) + end
         token_ids += trajectory.token_ids[turn.end : turn.result_end]
     return token_ids
 

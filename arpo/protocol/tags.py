@@ -98,7 +98,7 @@ class TagsCodec(Codec):
         return reserved_tags(self.tools)
 
     def _count_min_result_tokens(self) -> int:
-        return len(self.encode(render_result(TRUNCATION_MARK)))
+        return max(len(self.encode(render_result(TRUNCATION_MARK), f"</{tag}>")) for tag in ("", *self.tools))
 
     def render_prompt(self, messages: list[dict[str, str]], tools: Sequence[str] | None = None) -> list[int]:
         return self._encode_rendered(self._template(messages, generation=True))
@@ -119,16 +119,17 @@ class TagsCodec(Codec):
     def encode_results(
         self, calls: Sequence[ToolCall], max_tokens: int, *, last_token: int
     ) -> tuple[list[str], list[int]] | None:
-        rendered = self.encode_result(calls[0].result, max_tokens)
+        rendered = self.encode_result(calls[0].result, max_tokens, calls[0].tag)
         return rendered and ([rendered[0]], rendered[1])
 
-    def encode_result(self, text: str, max_tokens: int) -> tuple[str, list[int]] | None:
-        """Escape, render and tokenise a result within `max_tokens`; return (text as the model reads it, token ids).
+    def encode_result(self, text: str, max_tokens: int, tag: str = "") -> tuple[str, list[int]] | None:
+        """Escape, render and tokenise a result of the tool `tag` within `max_tokens`; return (text as the model reads
+        it, token ids).
 
         Returns None for a result that is too long where not even the truncation mark fits.
         """
-        text = escape_result(text, self.tools)
-        token_ids = self.encode(render_result(text))
+        text, call_end = escape_result(text, self.tools), f"</{tag}>"
+        token_ids = self.encode(render_result(text), call_end)
         if len(token_ids) <= max_tokens:
             return text, token_ids
         if max_tokens < self._min_result_tokens:
@@ -137,7 +138,7 @@ class TagsCodec(Codec):
         keep = max_tokens - self._min_result_tokens
         while True:  # cutting tokens and encoding again may give a few tokens more: then cut a little deeper
             cut = self.decode(body[:keep]).rstrip("�") + TRUNCATION_MARK
-            token_ids = self.encode(render_result(cut))
+            token_ids = self.encode(render_result(cut), call_end)
             if len(token_ids) <= max_tokens:
                 return cut, token_ids
             keep -= len(token_ids) - max_tokens
@@ -149,7 +150,7 @@ class TagsCodec(Codec):
     ) -> tuple[list[dict[str, Any]], None]:
         return merge_tool_messages(messages, self.tools), None
 
-    def _add_run(self, row: Rendered, run: list[dict[str, Any]], mask_results: bool) -> str:
+    def _add_run(self, row: Rendered, run: list[dict[str, Any]], mask_results: bool, before: str) -> str:
         """Add one turn, of which the spans of <result> are results."""
         text = self._said(run[0])
         # _said may take text off both ends, the <think> of the prompt at the start
@@ -164,7 +165,8 @@ class TagsCodec(Codec):
         cuts = {0, len(text), *(min(max(at, 0), len(text)) for span in results + untrained for at in span)}
         for start, end in pairwise(sorted(cuts)):
             is_result, is_left_out = (any(a <= start < b for a, b in spans) for spans in (results, untrained))
-            self._add(row, self.encode(text[start:end]), not is_left_out and not (is_result and mask_results))
+            token_ids = self.encode(text[start:end], before + text[:start])
+            self._add(row, token_ids, not is_left_out and not (is_result and mask_results))
         ends_untrained = any(end >= len(text) for _, end in untrained)
         self._add(row, [self.tokenizer.eos_token_id], not ends_untrained)
         return self._marked(text) + self.tokenizer.eos_token

@@ -58,7 +58,8 @@ class TemplateCodec(Codec):
 
     def _count_min_result_tokens(self) -> int:
         self._probe_tools()
-        return len(self._encode_rendered(self._after_calls([UNKNOWN], [TRUNCATION_MARK])))
+        after = self._after_calls([UNKNOWN], [TRUNCATION_MARK])
+        return len(self._encode_rendered(after, self.tokenizer.eos_token))
 
     def _probe_tools(self) -> None:
         """Raise UserError for a chat template that does not do what this codec is for."""
@@ -138,7 +139,7 @@ class TemplateCodec(Codec):
         end = [] if has_ended else [self.tokenizer.eos_token_id]
 
         def rendered(texts: list[str]) -> list[int]:
-            return end + self._encode_rendered(self._after_calls(names, texts))
+            return end + self._encode_rendered(self._after_calls(names, texts), self.tokenizer.eos_token)
 
         token_ids = rendered(texts)
         if len(token_ids) <= max_tokens:
@@ -175,21 +176,21 @@ class TemplateCodec(Codec):
         functions = self._functions(None) if functions is None and not lists_tools else functions or None
         return [self._with_entries(message) for message in messages], functions
 
-    def _add_run(self, row: Rendered, run: list[dict[str, Any]], mask_results: bool) -> str:
+    def _add_run(self, row: Rendered, run: list[dict[str, Any]], mask_results: bool, before: str) -> str:
         written = ""
         for role, group in groupby(run, key=itemgetter("role")):
             if role == "assistant":
                 message = next(group)
                 text = self._said(message)
                 is_trained = message.get("trained", True)
-                self._add(row, [*self.encode(text), self.tokenizer.eos_token_id], is_trained)
+                self._add(row, [*self.encode(text, before + written), self.tokenizer.eos_token_id], is_trained)
                 written += self._marked(text) + self.tokenizer.eos_token
             else:
                 results = list(group)
                 names = [message.get("name") or UNKNOWN for message in results]
                 after = self._after_calls(names, [message["content"] for message in results])
                 is_trained = not mask_results and all(message.get("trained", True) for message in results)
-                self._add(row, self._encode_rendered(after), is_trained)
+                self._add(row, self._encode_rendered(after, before + written), is_trained)
                 written += after
         return written
 
