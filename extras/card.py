@@ -9,9 +9,10 @@ A licence is that which the base model's own card names; cards of ours hand it o
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from dataclasses import fields
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -37,6 +38,7 @@ SECTIONS = {
     "update": UpdateConfig(), "optim": OptimConfig(),
 }  # fmt: skip
 """Sections of which a card names what differs from the defaults of RL."""
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TEMPLATE = """---
 {{ card_data }}
 ---
@@ -70,7 +72,9 @@ def card_of(checkpoint: Path) -> str:
     source = hub_name(settings["model.path"]).partition("@")[0]
     data = {key: str(settings.get(key) or "") for key in ("data.train", "data.valid")}
     on_hub = {wanted.repo for name in data.values() if (wanted := parse(name))}
-    before, is_local = _head_of(source), Path(source).is_dir()
+    if cached := re.search(r"models--([^/]+)--([^/]+)/snapshots/", source):  # the Hub's cache
+        source = "/".join(cached.groups())
+    before, is_local = _head_of(source), _is_local(source, settings)
     is_ours = OURS in (before.tags or ())
     is_rl = "rollout.group_size" in settings
     head = ModelCardData(
@@ -84,12 +88,12 @@ def card_of(checkpoint: Path) -> str:
         pipeline_tag="text-generation",
         tags=[OURS, "tool-use", "reinforcement-learning" if is_rl else "sft"],
     )
-    shown = {key: name if parse(name) else Path(name).name for key, name in data.items() if name}
+    shown = {key: name if parse(name) else PureWindowsPath(name).name for key, name in data.items() if name}
     return str(
         ModelCard.from_template(
             head,
             template_str=TEMPLATE,
-            source=source if not is_local else before.model_name if is_ours else Path(source).resolve().name,
+            source=source if not is_local else before.model_name if is_ours else _last_part(source),
             how="reinforcement learning" if is_rl else "supervised fine-tuning",
             steps=checkpoint.name.removeprefix("step_").lstrip("0"),
             settings=shown | _chosen(settings),
@@ -97,6 +101,15 @@ def card_of(checkpoint: Path) -> str:
             stops=_stops(settings),
         )
     )
+
+
+def _is_local(source: str, settings: dict[str, Any]) -> bool:
+    """Return whether a model was a folder, here or on the machine of the run, whose settings have a digest then."""
+    return "contents.model.path" in settings or Path(source).is_dir() or not _HUB_NAME.fullmatch(source)
+
+
+def _last_part(path: str) -> str:
+    return Path(path).resolve().name if Path(path).is_dir() else PureWindowsPath(path).name  # which knows / too
 
 
 def _form(settings: dict[str, Any]) -> str:
@@ -117,7 +130,8 @@ def _stops(settings: dict[str, Any]) -> str:
 
 def _command(name: str, settings: dict[str, Any]) -> str:
     """Return the command that asks the model in the form, with the tools and by the prompt that it was trained with."""
-    words = ["python", "-m", "extras.ask", "--model.path", f"OWNER/{name}", "--protocol.format", _form(settings)]
+    words = ["python", "-m", "extras.ask", "--model.path", f"OWNER/{name}"]
+    words += ["--protocol.format", _plain(_form(settings))]
     words += ["--tools.names", *_tools(settings)]
     if (prompt := settings.get("data.system_prompt", "keep")) not in ("keep", "none", ""):
         words += ["--eval.system_prompt", prompt]

@@ -56,6 +56,8 @@ def _listing(schema: ToolSchema) -> str:
     takes = f"Arguments, as a JSON schema: {json.dumps(schema.parameters, ensure_ascii=False)}"
     if name := schema.text_argument:
         takes = f"{name}: {schema.properties[name].get('description', 'a text')}"
+        if choices := schema.properties[name].get("enum"):
+            takes += f" (one of {json.dumps(choices, ensure_ascii=False)})"
     return f"\n\n<{schema.name}> {example_call(schema)} </{schema.name}>\n{schema.description.strip()}\n{takes}"
 
 

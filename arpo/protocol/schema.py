@@ -90,8 +90,9 @@ def example_call(schema: ToolSchema) -> str:
     >>> example_call(ToolSchema("add", "", {"properties": {"a": {"type": "integer"}}, "required": ["a"]}))
     '{"a": 1}'
     """
-    if schema.text_argument:
-        return schema.text_argument
+    if name := schema.text_argument:
+        choices = _part(schema.properties[name], "enum", list)
+        return choices[0] if choices and isinstance(choices[0], str) else name
     shown = schema.required or list(schema.properties)[:1]
     return json.dumps({name: _example(schema.properties.get(name)) for name in shown}, ensure_ascii=False)
 

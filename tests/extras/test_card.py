@@ -7,6 +7,7 @@ import pytest
 from helpers.edits import ROOT
 from huggingface_hub import ModelCard
 
+from arpo.config.contents import contents_of
 from arpo.config.load import load_config
 from arpo.config.run_folder import save_config
 from extras.card import card_of, main
@@ -113,3 +114,40 @@ def test_an_export_elsewhere_gets_the_card_of_its_checkpoint(base, tmp_path, mon
     monkeypatch.setattr("sys.argv", ["card", str(exported.parent), str(out)])
     main()
     assert (out / "README.md").read_text() == (exported / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("source", "shown", "base_model"),
+    [
+        ("/home/alice/secret/m", "m", None),  # a folder of another machine
+        ("~/secret/m/", "m", None),
+        ("runs/secret/hf", "hf", None),
+        ("./m", "m", None),
+        ("../secret/m", "m", None),
+        ("C:\\secret\\m", "m", None),
+        ("/cache/secret/hub/models--Owner--Model-7B/snapshots/0123", "Owner/Model-7B", "Owner/Model-7B"),
+        ("Owner/Model-7B", "Owner/Model-7B", "Owner/Model-7B"),
+    ],
+)
+def test_a_path_that_is_not_here_is_no_name_of_the_hub(source, shown, base_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    own = ["--protocol.format", f"{tmp_path}/secret.py:FORM"]
+    (tmp_path / "secret.py").write_text("FORM = 1\n")
+    exported = export(tmp_path / "runs", "mine", SFTConfig, source, "--data.train", "/secret/rows.jsonl", *own)
+    card = ModelCard.load(exported / "README.md")
+    assert card.data.base_model == base_model and f"Trained from **{shown}** by" in card.text
+    assert "alice" not in card.content and "secret/" not in card.content and str(tmp_path) not in card.content
+    if base_model is None:
+        assert "secret" not in card.content.replace("secret.py", "").replace(f"**{shown}**", "")
+
+
+def test_a_folder_that_looks_like_a_name_of_the_hub_is_known_by_its_digest(tmp_path, monkeypatch):
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "models" / "mine" / "model.safetensors").write_bytes(b"x")
+    monkeypatch.chdir(tmp_path)
+    exported = export(tmp_path / "runs", "one", SFTConfig, "models/mine", "--data.train", "rows.jsonl")
+    cfg = load_config(SFTConfig, ["--model.path", "models/mine", "--data.train", "rows.jsonl"])
+    save_config(cfg, tmp_path / "runs" / "one" / "config.yaml", contents_of(cfg))
+    monkeypatch.chdir("/")
+    card = card_of(exported.parent)
+    assert "models/mine" not in card and "Trained from **mine** by" in card

@@ -14,6 +14,7 @@ class OldServer(BaseHTTPRequestHandler):
 
     sessions: ClassVar[set[str]] = set()
     num_sessions: ClassVar[int] = 0
+    tools: ClassVar[list[dict]] = [TOOL]
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -26,7 +27,7 @@ class OldServer(BaseHTTPRequestHandler):
             self.send_error(404 if session else 400)
             return
         content = [{"type": "text", "text": f"in {session}"}]
-        results = {"initialize": INFO, "tools/list": {"tools": [TOOL]}, "tools/call": {"content": content}}
+        results = {"initialize": INFO, "tools/list": {"tools": self.tools}, "tools/call": {"content": content}}
         body = json.dumps({"jsonrpc": "2.0", "id": asked.get("id"), "result": results.get(method, {})}).encode()
         self.send_response(200 if "id" in asked else 202)
         self.send_header("Content-Type", "application/json")

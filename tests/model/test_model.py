@@ -265,14 +265,24 @@ def test_extreme_logits_stay_finite():
     assert torch.isfinite(hidden.grad).all()
 
 
-def test_bfloat16_inputs_are_summed_in_float32():
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logits_of_bfloat16_are_not_rounded_to_it(temperature, monkeypatch):
+    """marin PR#8217, miles PR#1554. Peaked logits, in blocks: rounded, they were wrong by up to 0.29."""
+    monkeypatch.setattr(head, "CACHED_LOGITS", 7 * 500)
+    monkeypatch.setattr(head, "WIDENED", 17)
     g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(30, 64, generator=g).bfloat16()
-    weight = (torch.randn(500, 64, generator=g) * 0.3).bfloat16()
+    hidden = (torch.randn(30, 64, generator=g) * 4).bfloat16().requires_grad_()
+    weight = (torch.randn(500, 64, generator=g) * 0.5).bfloat16().requires_grad_()
     targets = torch.randint(0, 500, (30,), generator=g)
-    ours, expected = token_logprobs(hidden, weight, targets)[0], naive_head(hidden, weight, targets, 1.0)[0]
-    assert ours.dtype == torch.float32
-    assert (ours - expected).abs().max() < 0.03  # one rounding of the logits, none of the softmax
+    found = token_logprobs(hidden, weight, targets, temperature=temperature, chunk_tokens=16)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected = naive_head(*exact, targets, temperature)
+    assert found[0].dtype == found[1].dtype == torch.float32
+    assert all((ours - other).abs().max() < 1e-4 for ours, other in zip(found, expected, strict=True))
+    (found[0].sum() + found[1].sum()).backward()
+    (expected[0].sum() + expected[1].sum()).backward()
+    for ours, other in zip((hidden, weight), exact, strict=True):
+        assert ((ours.grad - other.grad).norm() / other.grad.norm()) < 5e-3
 
 
 # ------------------------------------------------------------------------------------------------------ model folders

@@ -240,3 +240,13 @@ def test_listed_tools_stand_behind_those_that_speak_for_themselves():
     assert "with the help of a clock and the tools listed at the end.\n" in prompt
     assert "To know the time, write <clock> UTC </clock>; to call a tool of the list" in prompt
     assert prompt.count("<result> 42 </result>") == 1 and prompt.count("<convert>") == 2
+
+
+def test_a_text_with_choices_is_shown_by_one_of_them_which_its_own_check_accepts():
+    """server-everything's get-structured-content: its argument's name was shown, and refused."""
+    places = ["New York", "Chicago"]
+    properties = {"location": {"type": "string", "enum": places, "description": "a city"}}
+    schema = ToolSchema("weather", "", {"type": "object", "properties": properties, "required": ["location"]})
+    assert example_call(schema) == "New York" and not check_arguments(schema, {"location": example_call(schema)})
+    prompt = default_system_prompt([], [schema])
+    assert "<weather> New York </weather>" in prompt and 'location: a city (one of ["New York", "Chicago"])' in prompt

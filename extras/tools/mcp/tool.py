@@ -13,6 +13,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from arpo.errors import UserError
+from arpo.protocol.calls import TRUNCATION_MARK
 from arpo.protocol.schema import ToolSchema, argument_of, arguments_of
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.http.policy import HttpPolicy
@@ -152,7 +153,9 @@ class Service:
         return ToolResult(UNAVAILABLE.format(tag=tag), ok=False, error_kind="unavailable", infra_error=True)
 
     def _result(self, answer: CallToolResult) -> ToolResult:
-        text = self.server.redacted(text_of(answer))[:MAX_RESULT_CHARS]
+        text = self.server.redacted(text_of(answer))
+        if len(text) > MAX_RESULT_CHARS:
+            text = text[:MAX_RESULT_CHARS] + TRUNCATION_MARK
         return ToolResult(text, ok=not answer.is_error, error_kind="tool_error" if answer.is_error else None)
 
     def take_restarts(self) -> int:
@@ -223,9 +226,15 @@ def _live_listing(server: McpServer) -> list[dict[str, Any]]:
     except ConnectionLost as error:
         fix = "correct the url, or start the server" if server.url else "correct the command, its args or env"
         raise UserError(f"MCP server {server.label} cannot be used: {error}; {fix}") from None
+    as_tasks = [t.name for t in tools if t.execution and t.execution.task_support == "required"]
+    if wrong := [name for name in server.tools if name in as_tasks]:
+        raise UserError(f"MCP server {server.label}: its tool {wrong[0]!r} runs only as a task, which is not offered")
+    if as_tasks:
+        logger.warning("MCP server %s: %s run only as tasks, and are left out", server.label, ", ".join(as_tasks))
     listing = [
         {"name": t.name, "description": t.description or t.title or "", "parameters": without_titles(t.input_schema)}
         for t in tools
+        if t.name not in as_tasks
     ]
     if server.cache and server.mode == "record":
         with contextlib.closing(recorder_of(server)) as recorder:
