@@ -67,10 +67,24 @@ def checked_call(body: str, name: str, arguments: Any, offered: Mapping[str, Too
     schema = offered[name]
     if error := check_arguments(schema, arguments):
         return Call(body.strip(), "bad_arguments", error, name)
-    argument = argument_of(schema, arguments).strip()
+    argument = dedented(argument_of(schema, arguments)).strip()
     if not argument:
         return Call(body.strip(), "empty_call", EMPTY_CALL.format(argument=schema.text_argument, tool=name), name)
     return Call(argument, tag=name)
+
+
+def dedented(text: str) -> str:
+    r"""Remove the first line's indentation from all lines, if all have it: so that evenly indented code stays code.
+
+    >>> dedented("\n    if x:\n        y\n"), dedented("  a\nb")
+    ('\nif x:\n    y\n', '  a\nb')
+    """
+    lines = text.split("\n")
+    first = next((line for line in lines if line.strip()), "")
+    indent = first[: len(first) - len(first.lstrip())]
+    if not indent or not all(line.startswith(indent) for line in lines if line.strip()):
+        return text
+    return "\n".join(line.removeprefix(indent) for line in lines)
 
 
 def name_of_call(body: str, key: str) -> str | None:

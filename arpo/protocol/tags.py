@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from arpo.protocol.calls import TRUNCATION_MARK, Call, escape_tags, tag_pattern
+from arpo.protocol.calls import TRUNCATION_MARK, Call, dedented, escape_tags, tag_pattern
 from arpo.protocol.codec import Codec, Rendered
 from arpo.protocol.form import Form
 from arpo.protocol.format_rules import FormatRules, Segments, boxed_answer, model_text
@@ -48,7 +48,7 @@ def parse_call(turn_text: str, tag: str) -> Call:
     opened = head.rfind(f"<{tag}>")
     if opened < 0 or head.find(f"</{tag}>", opened) >= 0:
         return Call("", "unopened_tag", UNOPENED_TAG.format(tag=tag), tag)
-    argument = head[opened + len(tag) + 2 :].strip()
+    argument = dedented(head[opened + len(tag) + 2 :]).strip()
     return Call(argument, tag=tag) if argument else Call("", "empty_call", EMPTY_CALL.format(tag=tag), tag)
 
 

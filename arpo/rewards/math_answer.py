@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 
+from arpo.protocol.format_rules import last_box
 from arpo.rewards.math_text import from_unicode
 from arpo.rewards.qa import option_letter, unwrap
 
@@ -77,10 +78,11 @@ def math_equal(prediction: str, answer: str) -> bool:
     >>> math_equal("0.5", r"\frac{1}{2}"), math_equal("5", "-5"), math_equal("105", "1.05"), math_equal("1,000", "1000")
     (True, False, False, True)
     """
-    prediction, answer = _clean(prediction), _clean(answer)
+    is_same_text = prediction.strip() == answer.strip()
+    prediction, answer = _clean(prediction), _clean(last_box(answer) or answer)  # some truths are sentences with a box
     if not prediction:
         return False
-    if prediction == answer or _without_spacing(prediction) == _without_spacing(answer):
+    if is_same_text or prediction == answer or _without_spacing(prediction) == _without_spacing(answer):
         return True
     if max(len(prediction), len(answer)) > MAX_CHARS or _UNREAD.search(prediction) or _UNREAD.search(answer):
         return False

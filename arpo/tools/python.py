@@ -11,6 +11,7 @@ from typing import Any
 from arpo.config.facts import out_of_range
 from arpo.config.tools import PythonConfig
 from arpo.errors import UserError
+from arpo.protocol.calls import dedented
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.base import ToolResult
@@ -23,6 +24,11 @@ from arpo.tools.sandbox.wire import MAX_CODE_BYTES, Reply
 
 FENCED = re.compile(r"\A\s*```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
 CUT = "\n... [output truncated] ...\n"
+STDERR = "\n[stderr]\n"
+OVERWRITTEN = re.compile(r"[^\n]*\r(?!\n)")
+"""What a progress bar has written before its last state."""
+MAX_STDERR_CHARS = 1000
+"""Most that is shown of the stderr of a call that succeeded: warnings, and what is logged."""
 MAX_OUTPUT_CHARS = 8192
 """Longest result; what is over is cut, with a mark."""
 
@@ -111,7 +117,11 @@ class PythonTool:
             return ToolResult(text, ok=False, error_kind=reply.status, infra_error=True)
         output = reply.stdout.strip("\n").rstrip()
         if reply.status == "ok":
-            return ToolResult(shorten(output or "(no output)", MAX_OUTPUT_CHARS), ok=True, seconds=reply.wall_s)
+            room = min(MAX_STDERR_CHARS, MAX_OUTPUT_CHARS // 2)
+            warnings = shorten(OVERWRITTEN.sub("", reply.stderr).strip("\n").rstrip(), room)
+            behind = f"{STDERR}{warnings}" if warnings else ""
+            text = shorten(output, MAX_OUTPUT_CHARS - len(behind)) + behind
+            return ToolResult(text.lstrip("\n") or "(no output)", ok=True, seconds=reply.wall_s)
         # The reason comes first in the budget: it is short, except for a message that the code made long.
         reason = shorten(self._reason(reply), MAX_OUTPUT_CHARS)
         room = MAX_OUTPUT_CHARS - len(reason) - 1
@@ -159,6 +169,7 @@ def shorten(text: str, max_chars: int) -> str:
 
 
 def strip_fences(argument: str) -> str:
-    """Return the code between Markdown fences, if all of the argument is one fenced block; else the argument."""
+    """Return the code between Markdown fences, if all of the argument is one fenced block; else the argument. Evenly
+    indented code loses its indentation."""
     match = FENCED.match(argument)
-    return match.group(1) if match else argument.strip("\n")
+    return dedented(match.group(1) if match else argument.strip("\n"))

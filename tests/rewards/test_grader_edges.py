@@ -158,6 +158,7 @@ CASES = {
         (r"4 \approx 5", "4", False),
         (r"\sqrt{2} \approx 1.414", r"\sqrt{2}", True),
         (r"3 \boxed{4}", "4", False),
+        ("C", r"The final answer is \( \boxed{C} \)", True),  # so in the released RL data
         (r"1 \\ 4", "4", False),
         ("% 3\n4", "4", False),
         (r"\sout{3} 4", "4", False),

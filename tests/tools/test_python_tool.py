@@ -8,7 +8,9 @@ import pytest
 from helpers.python_tools import SMALL, TIERS, run, start, text_of
 
 from arpo.errors import UserError
-from arpo.tools.python import CUT, PythonTool
+from arpo.protocol.calls import checked_call
+from arpo.protocol.tags import parse_call
+from arpo.tools.python import CUT, STDERR, PythonTool
 
 MAX_CHARS = 200
 
@@ -41,6 +43,15 @@ def tool(request):
         ("import numpy as np\nnp.arange(3).sum().item()", "3"),
         ("print('  indented')", "  indented"),
         ("print(__name__)", "__main__"),
+        # evenly indented code, as IPython runs it (stackblitz-labs/bolt.diy#934 is of this kind)
+        ("    x = 1\n\n    if x:\n        print(x)", "1"),
+        ("```python\n\tx = 2\n\tprint(x)\n```", "2"),
+        ("  s = '''\n   a\n  '''\n  s", "'\\n a\\n'"),
+        # stderr of a call that succeeded
+        ("import logging\nlogging.warning('x=5')\nprint(3)", "3\n[stderr]\nWARNING:root:x=5"),
+        ("import warnings; warnings.warn('old')", "[stderr]\n<string>:1: UserWarning: old"),
+        ("import sys\nfor i in range(3): print(f'{i}%', end='\\r', file=sys.stderr)\n4", "4"),
+        ("import sys\nfor i in range(3): print(f'\\r{i}%', end='', file=sys.stderr)\n4", "4\n[stderr]\n2%"),
     ],
 )
 def test_output_reads_as_in_a_notebook(code, text, tool):
@@ -58,13 +69,18 @@ def test_output_reads_as_in_a_notebook(code, text, tool):
         ("import sys; sys.exit('no data')", "no data", "error"),
         ("import os; os.abort()", "The process died of signal 6", "signal"),
         ("import time; time.sleep(60)", "TimeoutError: execution exceeded 3 seconds", "timeout"),
+        # what was printed before a limit: microsoft/autogen#3534, openai/codex#34742, NousResearch/hermes-agent PR#3868
+        ("print('a')\nprint('b', end='')\nimport time\ntime.sleep(60)",
+         "a\nb\nTimeoutError: execution exceeded 3 seconds", "timeout"),
+        ("import os; print('a'); os.abort()", "a\nThe process died of signal 6", "signal"),
+        ("import os; print('a'); os.kill(os.getpid(), 9)", "a\nThe process was killed", "killed"),
         ("x = bytearray(1 << 30)", "MemoryError", "error"),
         ("while True: print('x' * 1000)", None, "output_limit"),
         ("a\0b", "SyntaxError: the code contains a character that no source may have", "bad_code"),
         ("print('\ud800')", "SyntaxError: the code contains a character that no source may have", "bad_code"),
         ("#" * (2 << 20), "SyntaxError: the code is too long", "code_too_long"),
     ],
-)
+)  # fmt: skip
 def test_failures_become_text_the_model_can_read(code, text, kind, tool):
     [result] = run(tool, code)
     assert (result.ok, result.error_kind, result.infra_error) == (False, kind, False)
@@ -81,6 +97,27 @@ def test_long_output_keeps_both_ends_and_a_mark(tool):
     [result] = run(tool, "print('a' * 300)\nprint('b' * 300)\n'end'")
     assert len(result.text) == MAX_CHARS
     assert result.text.startswith("aaa") and CUT in result.text and result.text.endswith("'end'")
+
+
+def test_a_long_stderr_is_cut_and_leaves_room_for_the_output(tool):
+    [result] = run(tool, "import sys\nprint('a' * 300)\nprint('b' * 300, file=sys.stderr)")
+    assert len(result.text) == MAX_CHARS and result.text.startswith("aaa") and result.text.endswith("bbb")
+    assert result.text.count(CUT) == 2 and STDERR in result.text
+
+
+@pytest.mark.parametrize("num_lines", [10, 20_000])
+def test_no_line_is_lost_or_doubled_however_many_there_are(num_lines, tool, monkeypatch):
+    monkeypatch.setattr("arpo.tools.python.MAX_OUTPUT_CHARS", 1 << 20)
+    lines = text_of(tool, f"for i in range({num_lines}): print(i)").split("\n")
+    assert lines[0] == "0" and lines[-1] == str(num_lines - 1)
+    assert num_lines > 10 or lines == [str(i) for i in range(num_lines)]
+
+
+def test_the_calls_of_both_forms_leave_evenly_indented_code_whole():
+    body = "\n    x = 1\n    if x:\n        x\n"
+    schema = {"python": PythonTool.schema}
+    tags = parse_call(f"<python>{body}</python>", "python")
+    assert tags.argument == checked_call("", "python", {"code": body}, schema).argument == "x = 1\nif x:\n    x"
 
 
 def test_an_error_survives_long_output(tool):

@@ -28,6 +28,21 @@ is closed before the code runs, which could else write there too."""
 SEED = 0
 
 
+class PromptWriter(io.BufferedWriter):
+    """Passes on what is written at once, so that it is not lost when a limit kills the code. It does so for the first
+    writes only: in a flood, a system call for each would cost more than the printing."""
+
+    num_prompt_writes = 10_000
+
+    def write(self, data: bytes) -> int:
+        num_bytes = super().write(data)
+        self.flush()
+        self.num_prompt_writes -= 1
+        if not self.num_prompt_writes:
+            self.write = super().write
+        return num_bytes
+
+
 def run_worker(
     jail: FolderJail | NamespaceJail, scratch: str, stdout_fd: int, stderr_fd: int, channel_fd: int
 ) -> NoReturn:
@@ -65,7 +80,7 @@ def _prepare_interpreter() -> None:
     stdin, stdout, stderr = (io.FileIO(fd, mode, closefd=False) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
     stdin.name, stdout.name, stderr.name = "<stdin>", "<stdout>", "<stderr>"
     sys.stdin = io.TextIOWrapper(io.BufferedReader(stdin), encoding="utf-8")
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(stdout), encoding="utf-8")
+    sys.stdout = io.TextIOWrapper(PromptWriter(stdout), encoding="utf-8", write_through=True)
     buffer = io.BufferedWriter(stderr)
     sys.stderr = io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
