@@ -6,9 +6,9 @@ Every number is an estimate, from the formulas and assumptions of benchmarks/sha
 printed, and no GPU was measured for them. What can be checked on a CPU is checked: the bytes of parameters, gradients,
 optimizer state and activations of a tiny model are measured (last line; ratio = predicted / measured).
 
-With --config FILE ..., the step that the files describe to train_rl.py is estimated for its own model, and exit code 1
-with a warning says that it cannot fit. Without, the defaults of train_rl.py (the paper's 7B recipe) are taken for all
-sizes.
+With --config FILE ..., the step that the files describe to train_rl.py is estimated for its own model, with responses
+no longer than its limits and tool calls only if it has tools; exit code 1 with a warning says that it cannot fit.
+Without, the defaults of train_rl.py (the paper's 7B recipe) are taken for all sizes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arpo.config.load import run_or_exit
 from arpo.errors import UserError
+from arpo.options import RolloutConfig
 from arpo.start.memory import FP32, GIB
 from benchmarks.shared.cost_model import (
     MODELS,
+    OTHER_MODELS,
     Shape,
     Workload,
     activation_bytes,
@@ -95,8 +97,24 @@ def from_config(paths: list[str]) -> tuple[str, Workload]:
         lora=cfg.model.lora_rank > 0,
         offload=cfg.optim.offload,
         tree_token_ratio=1.0 if cfg.update.layout == "packed" else Workload.tree_token_ratio,
+        **lengths(cfg.data.max_prompt_tokens, cfg.rollout, num_tools=len(cfg.tools.names)),
     )
     return cfg.model.path, work
+
+
+def lengths(max_prompt_tokens: int, rollout: RolloutConfig, *, num_tools: int) -> dict[str, float]:
+    """Return how long trajectories are assumed to be: as long as Workload says, but within the limits of a config."""
+    num_calls = rollout.max_tool_calls if num_tools else 0
+    room = rollout.max_response_tokens if rollout.context == "append" else rollout.max_trajectory_tokens
+    results = min(Workload.result_tokens, num_calls * rollout.max_result_tokens)
+    shrink = min(1.0, room / (Workload.sampled_tokens + results))  # an average response must fit
+    return {
+        "prompt_tokens": min(Workload.prompt_tokens, max_prompt_tokens),
+        "sampled_tokens": shrink * Workload.sampled_tokens,
+        "result_tokens": shrink * results,
+        "longest_sampled_tokens": min(Workload.longest_sampled_tokens, room),
+        "longest_tool_seconds": Workload.longest_tool_seconds * min(1.0, num_calls / RolloutConfig.max_tool_calls),
+    }
 
 
 def shape_of(path: str) -> Shape:
@@ -105,10 +123,11 @@ def shape_of(path: str) -> Shape:
         c = json.loads((Path(path) / "config.json").read_text())
         return shape_from_json(c)
     letters = re.compile(r"[^a-z0-9]")  # runs/qwen2.5_7b-sft/hf is a Qwen2.5-7B
-    known = [name for name in MODELS if letters.sub("", name.lower()) in letters.sub("", path.lower())]
+    shapes = MODELS | OTHER_MODELS
+    known = [name for name in shapes if letters.sub("", name.lower()) in letters.sub("", path.lower())]
     if not known:
-        raise UserError(f"model.path={path}: no folder with config.json; say --model {'|'.join(MODELS)}, or a folder")
-    return MODELS[known[0]]
+        raise UserError(f"model.path={path}: no folder with config.json; say --model {'|'.join(shapes)}, or a folder")
+    return shapes[known[0]]
 
 
 # --------------------------------------------------------------------------------------- what can be measured here

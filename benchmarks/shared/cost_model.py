@@ -83,6 +83,20 @@ MODELS = {
     "Qwen3-8B": Shape(4096, 12288, 36, 32, 8, 128, 151_936, qk_norm=True),
     "Qwen3-14B": Shape(5120, 17408, 40, 40, 8, 128, 151_936, qk_norm=True),
 }
+"""The models of the table."""
+OTHER_MODELS = {
+    "SmolLM2-135M": Shape(576, 1536, 30, 9, 3, 64, 49_152, tied=True),
+    "SmolLM2-360M": Shape(960, 2560, 32, 15, 5, 64, 49_152, tied=True),
+    "SmolLM2-1.7B": Shape(2048, 8192, 24, 32, 32, 64, 49_152, tied=True),
+    "Qwen2.5-0.5B": Shape(896, 4864, 24, 14, 2, 64, 151_936, tied=True, qkv_bias=True),
+    "Qwen2.5-1.5B": Shape(1536, 8960, 28, 12, 2, 128, 151_936, tied=True, qkv_bias=True),
+    "Qwen3-0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151_936, tied=True, qk_norm=True),
+    "Qwen3-1.7B": Shape(2048, 6144, 28, 16, 8, 128, 151_936, tied=True, qk_norm=True),
+    "Qwen3-4B": Shape(2560, 9728, 36, 32, 8, 128, 151_936, tied=True, qk_norm=True),
+    "Llama-3.2-1B": Shape(2048, 8192, 16, 32, 8, 64, 128_256, tied=True),
+    "Llama-3.2-3B": Shape(3072, 8192, 28, 24, 8, 128, 128_256, tied=True),
+}
+"""More that are known by their name."""
 
 
 @dataclass(frozen=True)

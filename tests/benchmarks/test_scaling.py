@@ -23,10 +23,26 @@ ROOT = Path(__file__).resolve().parents[2]
 NODE = HARDWARE["8xH100-80GB"]
 
 
-@pytest.mark.parametrize("name", cost_model.MODELS)
+ALL_MODELS = cost_model.MODELS | cost_model.OTHER_MODELS
+PUBLISHED = {  # parameters, as their model cards count them
+    "SmolLM2-135M": 134_515_008,
+    "SmolLM2-360M": 361_821_120,
+    "SmolLM2-1.7B": 1_711_376_384,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+}
+
+
+@pytest.mark.parametrize("name", ALL_MODELS)
 def test_parameters_are_those_of_the_real_model(name):
-    shape = cost_model.MODELS[name]
-    cls = {"Qwen2.5": Qwen2Config, "Qwen3": Qwen3Config, "Llama": LlamaConfig}[name.split("-")[0]]
+    shape = ALL_MODELS[name]
+    families = {"Qwen2.5": Qwen2Config, "Qwen3": Qwen3Config, "Llama": LlamaConfig, "SmolLM2": LlamaConfig}
+    cls = families[name.split("-")[0]]
     config = cls(
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -39,7 +55,7 @@ def test_parameters_are_those_of_the_real_model(name):
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.parameters == sum(p.numel() for p in model.parameters()) == PUBLISHED.get(name, shape.parameters)
     assert shape_from_json(config.to_dict()) == shape
 
 
@@ -108,5 +124,46 @@ def test_a_config_that_cannot_fit_ends_with_a_warning(tmp_path, monkeypatch, cap
 def test_the_model_is_known_by_the_name_of_its_runs_folder_or_is_asked_for_in_a_line():
     assert scaling.shape_of("runs/qwen2.5_7b-sft/hf") == cost_model.MODELS["Qwen2.5-7B"]
     assert scaling.shape_of("runs/llama3.1_8b-sft/hf") == cost_model.MODELS["Llama-3.1-8B"]
+    for name, shape in ALL_MODELS.items():
+        assert scaling.shape_of(f"org/{name}-Instruct") == shape
     with pytest.raises(UserError, match=r"model\.path=Qwen/Qwen3\.5-4B: no folder .*say --model Qwen2\.5-3B\|"):
         scaling.shape_of("Qwen/Qwen3.5-4B")
+
+
+GSM8K = """
+model: {path: Qwen/Qwen3-0.6B}
+data: {train: gsm8k.parquet, num_prompts_per_step: 32, max_prompt_tokens: 256}
+rollout: {group_size: 4, max_response_tokens: 1024}
+branching: {num_initial_rollouts: 4}
+update: {num_prompts_per_minibatch: 4}
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        # (prompt, sampled, results, longest sampled, seconds of its tools)
+        ("tools: {names: []}", (256, 900, 0, 1024, 0)),
+        ("tools: {names: [python]}\nprotocol: {format: hermes}", (256, 614.4, 409.6, 1024, 20)),
+        ("tools: {names: [python]}\nrollout: {max_tool_calls: 0, max_response_tokens: 512}", (256, 512, 0, 512, 0)),
+        ("tools: {names: [python]}\nrollout: {max_tool_calls: 1, max_result_tokens: 100, group_size: 4}",
+         (256, 900, 100, 3000, 20 / 3)),
+    ],
+)  # fmt: skip
+def test_lengths_and_tools_are_those_of_the_config(tmp_path, more, expected):
+    first, second = tmp_path / "gsm8k.yaml", tmp_path / "more.yaml"
+    first.write_text(GSM8K if "group_size" not in more else GSM8K.replace(", max_response_tokens: 1024", ""))
+    second.write_text(more)
+    path, work = scaling.from_config([str(first), str(second)])
+    found = (work.prompt_tokens, work.sampled_tokens, work.result_tokens)
+    found += (work.longest_sampled_tokens, work.longest_tool_seconds)
+    assert found == pytest.approx(expected)
+    seconds = cost_model.seconds(scaling.shape_of(path), work, NODE, 8)
+    assert seconds.rollout < 10 or work.longest_tool_seconds
+
+
+def test_the_papers_recipe_is_assumed_as_before():
+    _, work = scaling.from_config([str(ROOT / "configs" / "qwen2.5_7b.yaml")])
+    default = cost_model.Workload()
+    for name in ("sampled_tokens", "result_tokens", "longest_sampled_tokens", "longest_tool_seconds"):
+        assert getattr(work, name) == getattr(default, name)
