@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -149,17 +150,21 @@ def _answers(value: object, field: str) -> list[str]:
 
 
 def _accepted(value: object) -> list:
-    """Return the accepted answers of a field: Search-R1's object with a target, TriviaQA's with aliases, a list, which
-    may be a JSON text where all of it are texts (Skywork-OR1), or one answer.
+    """Return the accepted answers of a field: Search-R1's object with a target, SQuAD's with a text, TriviaQA's with
+    aliases, a list, which may be a JSON text where all of it are texts (Skywork-OR1), or one answer. Raises BadRow for
+    a list as Python prints it, which would be taken for one answer.
 
     >>> _accepted('["34", "35"]'), _accepted("[34, 35]"), _accepted({"value": "NYC", "aliases": ["New York"]})
     (['34', '35'], ['[34, 35]'], ['NYC', 'New York'])
     """
-    if isinstance(value, dict) and "target" in value:
-        return _accepted(value["target"])
+    for key in ("target", "text"):
+        if isinstance(value, dict) and key in value:
+            return _accepted(value[key])
     if isinstance(value, dict) and "value" in value and isinstance(value.get("aliases") or [], list):
         return list(dict.fromkeys([value["value"], *(value.get("aliases") or [])]))
     if isinstance(value, str) and value.lstrip().startswith("["):
+        if re.match(r"\s*\['", value):
+            raise BadRow(f"the answer {value[:40]!r} is a list of Python's; write it as JSON, with double quotes")
         try:
             listed = json.loads(value)
         except ValueError:

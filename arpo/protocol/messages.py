@@ -162,6 +162,12 @@ def _check_row(row: dict) -> None:
     for name in ("images", "image", "videos", "audios"):
         if not _is_empty(row.get(name)):
             raise BadRow(f"the row has {name}, but only text is trained; drop the row, or the field")
+    wanted = row.get("chat_template_kwargs")
+    if isinstance(wanted, dict) and any(not _is_empty(value) and value is not False for value in wanted.values()):
+        raise BadRow(
+            f"the row has chat_template_kwargs {str(wanted)[:60]}, which are not heard; set model.enable_thinking, and "
+            "drop the field"
+        )
     for name in ("weight", "loss_weight", "loss_mask", "trainable"):
         if name in row and row[name] is not None and row[name] != 1:
             raise BadRow(f"the row has {name}={str(row[name])[:60]}; leave the row out, or set it in its messages")

@@ -46,6 +46,7 @@ def parsed(row: dict):
         ({"Question": "Q", "Level": "2", "Final answer": "17", "file_name": ""}, "Q", ["17"]),  # GAIA
         ({"question": "Q", "answer": {"value": "NYC", "aliases": ["New York", "NYC"]}}, "Q", ["NYC", "New York"]),
         ({"question": "Q", "answer": {"value": "NYC", "aliases": None}}, "Q", ["NYC"]),
+        ({"question": "Q", "answers": {"text": ["NYC", "New York"], "answer_start": [3, 9]}}, "Q", ["NYC", "New York"]),
         ({"prompt": [{"role": "developer", "content": "Be brief."}, *ASKED], "answer": "1"}, "Who wrote it?", ["1"]),
         ({"prompt": json.dumps(ASKED), "answer": "1"}, "Who wrote it?", ["1"]),
         ({"prompt": [json.dumps(ASKED[0])], "answer": "1"}, "Who wrote it?", ["1"]),
@@ -71,6 +72,7 @@ def test_verl_s_copy_of_search_r1_loads_from_parquet_without_its_prompt_and_its_
         ({"prompt": ASKED, "reward_model": {"ground_truth": {"answer": "x"}}}, "ground_truth must be text"),
         ({"prompt": ASKED, "reward_model": {"style": "rule"}}, "reward_model.ground_truth must be text"),
         ({"prompt": ASKED, "answer": "[]", "tools": 3}, "tools must be a list"),
+        ({"prompt": ASKED, "answer": "['NYC' 'New York']"}, "is a list of Python's"),  # of pandas' to_csv
         ({"prompt": ASKED, "completion": "It is.", "label": True}, "has no answer"),  # KTO's label is no answer
         ({"prompt": [*ASKED, CALLING, *ASKED], "answer": "1"}, "calls in fields"),
         ({"prompt": [*ASKED, REFUSING, *ASKED], "answer": "1"}, "'refusal'"),

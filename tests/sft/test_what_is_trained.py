@@ -124,6 +124,8 @@ def test_with_tags_a_row_is_trained_as_its_maker_means(row, trained):
         ({"messages": [ASKED, said(weight=0)]}, "no token would be trained"),  # prime-rl#978
         ({"messages": [ASKED, said()], "weight": 0}, "the row has weight=0"),
         ({"messages": [ASKED, said()], "images": ["a.png"]}, "the row has images"),
+        ({"messages": [ASKED, said()], "chat_template_kwargs": {"enable_thinking": True, "xml_tools": []}},
+         "the row has chat_template_kwargs"),  # TRL's, as SmolTalk2 has it
         ({"messages": [ASKED, said(), said("B")]}, "two assistant messages follow"),
         (sharegpt(("human", "Q?"), ("function_call", SEARCH), ("function_call", PYTHON), ("observation", "r"),
                   ("observation", "2"), ("gpt", "A")), "several tool_calls"),  # LlamaFactory#9585
