@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from arpo.config import checks
 from arpo.config.load import load_or_exit, run_or_exit
-from arpo.config.named import find
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.sections import (
     DataConfig,
@@ -92,7 +91,7 @@ from torch.optim import Optimizer
 
 from arpo import ranks
 from arpo.checkpoint import Saver
-from arpo.data import ORDERS
+from arpo.data.order import make_order
 from arpo.engine import Engine
 from arpo.engine.team import form_team
 from arpo.log import RunLog
@@ -112,6 +111,7 @@ from arpo.sampling.environment import Environment
 from arpo.sampling.scoring import Scoring
 from arpo.start.costs import expected_calls
 from arpo.start.memory import Job, check_memory, sizes_of
+from arpo.start.trial import try_functions
 from arpo.update import (
     Minibatch,
     fill_advantages,
@@ -134,7 +134,7 @@ def main(cfg: RLConfig) -> None:
     env = Environment(model, cfg.protocol, cfg.tools, team, cfg.rollout)
     prompts = env.prompts(cfg.data.train, cfg.data)
     valid_prompts = env.prompts(cfg.data.valid, cfg.data)[: cfg.data.num_valid_prompts or None]
-    order = find("data.order", cfg.data.order, ORDERS)(prompts, cfg.data.num_prompts_per_step, run.seed)
+    order = make_order(cfg.data.order, prompts, cfg.data.num_prompts_per_step, run.seed)
     num_steps = run.num_steps or run.num_epochs * order.steps_per_epoch
     num_updates = num_steps * cfg.num_updates_per_step
     score = Scoring(cfg.reward, team, env.codec, cfg.rollout.max_response_tokens)
@@ -203,7 +203,7 @@ def main(cfg: RLConfig) -> None:
         log.scalars(step, values | speeds(values, dist.world_size), distributions(batch.sampled))
         if run.dump_every and (step == num_steps or step % run.dump_every == 0):
             log.trajectories(step, batch.sampled)
-        progress.at(step, console_text(values), keep="valid/reward" in values)
+        progress.at(step, console_text(values), keep="valid/well_formed" in values)
         alarms.look(step, values)
         saver.save_if_due(step, rollouts, is_final=is_final)
         rollouts.raise_if_broken()
@@ -233,7 +233,8 @@ def say_at_start(cfg: RLConfig, num_steps: int, log: RunLog) -> None:
 
 
 def check_start(cfg: RLConfig, dist: ranks.Ranks) -> None:
-    """Raise UserError where ranks, memory, or the models beside the policy do not fit the options."""
+    """Raise UserError where ranks, memory, functions of the user's, or the models beside the policy do not fit."""
+    try_functions(cfg.branching, cfg.advantage, cfg.loss)
     dist.log_devices(attention_backend(cfg.model, dist.device))
     dist.check_multiple(cfg.data.num_prompts_per_step, "data.num_prompts_per_step")
     check_memory(job_of(cfg, num_shards=dist.mesh.shape[-1]), dist.device)
@@ -310,6 +311,7 @@ def console_text(values: dict[str, float]) -> str:
     }
     if "valid/accuracy" not in values:  # a reward of one's own that does not say what is right
         shown["valid/reward"] = "valid reward {:+.3f}"
+    shown["valid/unscored"] = "({:.0f} without a reward)"  # they count as wrong
     parts = [
         f"reward {values['reward/mean']:+.3f}" if "reward/mean" in values else "every trajectory failed through us",
         *(words.format(values[name]) for name, words in shown.items() if name in values),

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arpo.config.named import check_name, find
+from arpo.config.named import check_name, is_own
+from arpo.config.returned import ask, entries, numbers
 from arpo.options import AdvantageConfig
 from arpo.selection import teaching
 from arpo.trajectory import Group, Trajectory
@@ -162,9 +163,11 @@ def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
             trajectories += [(index, t) for t in taught]
     assert all(t.reward is not None for _, t in trajectories), "assign_advantages needs scored trajectories"
     rewards = torch.tensor([t.reward - t.kl_penalty for _, t in trajectories], dtype=torch.float64)
-    evidence = GroupEvidence(rewards, [index for index, _ in trajectories], [t for _, t in trajectories])
-    estimate = find("advantage.kind", cfg.kind, GROUP_ESTIMATORS)
-    for t, advantage in zip(evidence.trajectories, estimate(evidence, cfg).tolist(), strict=True):
+    seen = [t.as_seen() if is_own(cfg.kind) else t for _, t in trajectories]
+    evidence = GroupEvidence(rewards, [index for index, _ in trajectories], seen)
+    advantages = ask("advantage.kind", cfg.kind, GROUP_ESTIMATORS, evidence, cfg)
+    advantages = numbers(advantages, f"advantage.kind={cfg.kind}: the advantages", len(trajectories)).tolist()
+    for (_, t), advantage in zip(trajectories, advantages, strict=True):
         t.advantage = advantage
 
 
@@ -234,9 +237,19 @@ FROM_REWARDS = {"node", "node_parent", "inter_intra"}
 
 
 def token_advantages(group: Group, tree: str, cfg: AdvantageConfig | None = None) -> dict[str, np.ndarray]:
-    """Return the tree credit of a group by its name. Raises ValueError for a name that is not there."""
+    """Return the tree credit of a group by its name. Raises ValueError for a name that is not there, and UserError
+    where one of the user's does not return a finite number for each token of each trajectory that teaches."""
     check_name("advantage.tree", tree, "advantages", "TREE_CREDITS")
-    return find("advantage.tree", tree, TREE_CREDITS)(group, cfg or AdvantageConfig())
+    taught, what = teaching(group), f"advantage.tree={tree}: the credits"
+    seen = group.as_seen() if is_own(tree) else group
+    by_id = ask("advantage.tree", tree, TREE_CREDITS, seen, cfg or AdvantageConfig())
+    found = entries(by_id, f"{what} of prompt {group.prompt.prompt_id}", [t.trajectory_id for t in taught])
+    return {
+        t.trajectory_id: numbers(
+            values, f"{what} of the tokens of prompt {t.prompt_id}, trajectory {t.trajectory_id}", len(t.token_ids)
+        )
+        for t, values in zip(taught, found, strict=True)
+    }
 
 
 Turns = list[tuple[str, int]]

@@ -190,11 +190,14 @@ class MicroBatch:
         return {"paths": self.paths.for_one_pass()}
 
     def rows_to_tensor(self, values: Sequence[np.ndarray]) -> Tensor:
-        """Return `values`, an array for each row of the global mini-batch, as (B, T) float32; 0 where the mask is."""
-        out = torch.zeros(self.loss_mask.shape, dtype=torch.float32)
+        """Return `values`, an array for each row of the global mini-batch, as (B, T) float32; 0 where the mask is.
+
+        NaN at a loss token that has no value, which ends the run; a 0 would train on, and say nothing.
+        """
+        out = torch.full(self.loss_mask.shape, float("nan"), dtype=torch.float32)
         for b, row_id in enumerate(self.row_ids):
             out[b, : len(values[row_id])] = torch.as_tensor(values[row_id], dtype=torch.float32)
-        return to_device(out, self.loss_mask.device) * self.loss_mask
+        return torch.where(self.loss_mask.bool(), to_device(out, self.loss_mask.device), 0.0)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on the device. The host does not wait for what the device is busy with."""

@@ -12,9 +12,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from arpo.config.named import find
+from arpo.config.returned import ask, number
 from arpo.options import PER_NAT, RELEASED_WEIGHT, BranchingConfig
-from arpo.trajectory import BranchDecision
+from arpo.trajectory import BranchDecision, ToolCall
 
 Path = tuple[int, ...]
 """Place of a trajectory in its group's tree: (2,) is the third root, (2, 0) its first child."""
@@ -81,6 +81,9 @@ class Evidence:
     turn: int = 0
     """Index of the turn that `entropies` belong to: 1 is the turn after the first tool result. (Under
     branching.compat=upstream the turn before the result is judged, so there it is one less.)"""
+    calls: tuple[ToolCall, ...] = ()
+    """The calls that were answered: `tag`, `argument`, `result` as the policy reads it, `ok`, `error_kind`, `info`. One
+    with tags, one or more in JSON; none behind a note (rollout.context)."""
 
     @property
     def delta_entropy(self) -> float:
@@ -147,8 +150,10 @@ RULES: dict[str, Callable[[Evidence, BranchingConfig], float] | None] = {
 
 
 def decide(evidence: Evidence, cfg: BranchingConfig, rng: random.Random) -> tuple[bool, float, float | None]:
-    """Return whether to branch, P, and the draw, which is None where there is a `branching.threshold`."""
-    probability = find("branching.selector", cfg.selector, RULES)(evidence, cfg)
+    """Return whether to branch, P, and the draw, which is None where there is a `branching.threshold`. Raises
+    UserError where a rule of the user's returns no probability."""
+    probability = ask("branching.selector", cfg.selector, RULES, evidence, cfg)
+    probability = number(probability, f"branching.selector={cfg.selector}: P(branch)", 0.0, 1.0)
     if cfg.threshold is not None:
         return probability > cfg.threshold, probability, None
     draw = rng.random()

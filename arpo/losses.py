@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from arpo.config.named import find
+from arpo.config.returned import ask, instance, tensor
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
 
@@ -110,7 +110,7 @@ def policy_loss(
         advantages = advantages * (1 + cfg.entropy_advantage_weight * z).clamp(min=0)
     inputs = replace(inputs, advantages=advantages, mask=keep)
 
-    tokens = find("loss.kind", cfg.kind, TOKEN_LOSSES)(inputs, cfg)
+    tokens = token_losses(inputs, cfg)
     weighted = tokens.losses if inputs.rollout_weights is None else tokens.losses * inputs.rollout_weights.detach()
     loss = policy_part = aggregate(weighted, keep, cfg.aggregation, denominator)
 
@@ -127,6 +127,17 @@ def policy_loss(
     if cfg.entropy_coefficient:
         loss = loss - cfg.entropy_coefficient * aggregate(entropy, keep, cfg.aggregation, denominator)
     return loss, loss_metrics(policy_part.detach(), per_token, tokens.ratio.detach(), keep)
+
+
+def token_losses(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
+    """Return what `cfg.kind` says of each token. Raises UserError where a loss of the user's returns other shapes."""
+    what, shape = f"loss.kind={cfg.kind}", tuple(inputs.logprobs.shape)
+    tokens = instance(ask("loss.kind", cfg.kind, TOKEN_LOSSES, inputs, cfg), f"{what}: the returned value", TokenLosses)
+    tensor(tokens.losses, f"{what}: TokenLosses.losses", shape)
+    tensor(tokens.ratio, f"{what}: TokenLosses.ratio", shape)
+    for name, values in instance(tokens.held, f"{what}: TokenLosses.held", dict).items():
+        tensor(values, f"{what}: TokenLosses.held[{name!r}]", shape)
+    return tokens
 
 
 def towards_target(cfg: LossConfig, entropies: Sequence[float]) -> LossConfig:
@@ -242,7 +253,9 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
 
     logprobs -1, ref_logprobs -2: k1 and abs 1, k2 0.5, k3 0.368.
     """
-    return find("loss.kl_estimator", estimator, KL_ESTIMATORS)(logprobs - ref_logprobs)
+    difference = logprobs - ref_logprobs
+    kl = ask("loss.kl_estimator", estimator, KL_ESTIMATORS, difference)
+    return tensor(kl, f"loss.kl_estimator={estimator}: the KL", tuple(difference.shape))
 
 
 def k3(difference: Tensor) -> Tensor:
@@ -261,7 +274,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def aggregate(token_loss: Tensor, mask: Tensor, aggregation: str, denominator: float | None) -> Tensor:
     """Sum token losses (B, T) as AGGREGATIONS says, over `denominator` (None = the count of these rows, at least 1)."""
     # where, not a product: 0 * inf would poison the sum, and the gradient of a masked token must be exactly 0
-    rows, _ = find("loss.aggregation", aggregation, AGGREGATIONS)(torch.where(mask.bool(), token_loss, 0.0), mask)
+    rows, _ = sums_and_counts(torch.where(mask.bool(), token_loss, 0.0), mask, aggregation)
     if denominator is None:
         denominator = loss_denominator(mask, aggregation).clamp(min=1)
     return rows.sum() / denominator
@@ -272,8 +285,17 @@ def loss_denominator(mask: Tensor, aggregation: str) -> Tensor:
 
     mask [[1, 1], [0, 0]] -> 2 for token_mean, 1 for the sequence means.
     """
-    _, counts = find("loss.aggregation", aggregation, AGGREGATIONS)(torch.zeros_like(mask), mask)
+    _, counts = sums_and_counts(torch.zeros_like(mask), mask, aggregation)
     return counts.sum()
+
+
+def sums_and_counts(losses: Tensor, mask: Tensor, aggregation: str) -> tuple[Tensor, Tensor]:
+    """Return the (B,) sums and counts of an aggregation. Raises UserError where one of the user's returns others."""
+    what = f"loss.aggregation={aggregation}"
+    found = ask("loss.aggregation", aggregation, AGGREGATIONS, losses, mask)
+    rows, counts = instance(found, f"{what}: the returned value", tuple, length=2)
+    shape = (len(mask),)
+    return tensor(rows, f"{what}: the rows' sums", shape), tensor(counts, f"{what}: the rows' counts", shape)
 
 
 Aggregation = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -11,7 +11,7 @@ from math import inf
 from typing import Annotated, Literal
 
 from arpo.config.facts import MAY_CHANGE, NOTHING, OF_TRAINING, AtLeast, Between, Decides, Needs
-from arpo.config.named import check_name, is_own, names_of, parameters_of
+from arpo.config.named import check_name, is_own, names_of, parameters_of, takes
 from arpo.errors import UserError, require
 
 RENEWS = Needs("rollout.context", not_in=("append",), use="summary")
@@ -89,13 +89,14 @@ PER_NAT = 1.676  # 20 / ln 151,669: tokens in the released sum of entropies, Qwe
 RELEASED_WEIGHT, RELEASED_BUDGET_WEIGHT = round(0.2 * PER_NAT, 4), round(0.5 * PER_NAT, 3)  # 0.3352 and 0.838 per nat
 RETROSPECTIVE = names_of("retrospective", "EXPANSIONS")
 SELECTORS = ("evidence", "cfg"), ("group", "budget", "cfg", "rng")
-"""Parameters of a user's rule, which judges a tool result as it comes, and of a user's retrospective selector."""
+"""Parameters of a user's rule, which judges a tool result as it comes, and of a user's retrospective selector. Further
+ones must have defaults."""
 
 
 def is_retrospective(selector: str) -> bool:
     """Return whether a value of branching.selector chooses its forks once all trajectories of a group have ended."""
     if is_own(selector):
-        return parameters_of("branching.selector", selector) == SELECTORS[1]
+        return takes("branching.selector", selector, SELECTORS[1])
     return selector in RETROSPECTIVE
 
 
@@ -148,11 +149,10 @@ class BranchingConfig:
 
     def __post_init__(self) -> None:
         check_name("branching.selector", self.selector, "branching", "RULES", *names_of("retrospective", "EXPANSIONS"))
-        if is_own(self.selector) and (takes := parameters_of("branching.selector", self.selector)) not in SELECTORS:
+        if is_own(self.selector) and not any(takes("branching.selector", self.selector, form) for form in SELECTORS):
             forms = " or ".join(f"({', '.join(form)})" for form in SELECTORS)
-            raise UserError(
-                f"branching.selector={self.selector} takes ({', '.join(takes)}); it must be a function of {forms}"
-            )
+            has = ", ".join(parameters_of("branching.selector", self.selector))
+            raise UserError(f"branching.selector={self.selector} takes ({has}); it must be a function of {forms}")
         is_gate = self.selector == "aepo" and self.compat == "upstream"
         require(
             not is_gate or self.base == 0.5,

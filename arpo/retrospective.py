@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from arpo.branching import Path
-from arpo.config.named import find
+from arpo.config.named import is_own
+from arpo.config.returned import ask, instance, integer, number, shown
+from arpo.errors import UserError
 from arpo.growing import GroupState
 from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, StopReason, Trajectory
@@ -138,7 +140,7 @@ def next_forks(
     budget = math.ceil(left / (cfg.expansion_rounds - group.num_rounds))
     group.num_rounds += 1
     rng = random.Random(f"{seed}|{group.prompt.prompt_id}|round {group.num_rounds}")
-    forks = find("branching.selector", cfg.selector, EXPANSIONS)(finished, budget, cfg, rng)[:budget]
+    forks = chosen_forks(finished, budget, cfg, rng)
     by_id = {t.trajectory_id: t for t in finished.trajectories}
     allowed = []
     for fork in forks:
@@ -147,6 +149,29 @@ def next_forks(
         _record(group, fork, left - len(allowed), refused_by)
         allowed += [] if refused_by else [fork]
     return allowed
+
+
+def chosen_forks(finished: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
+    """Return the first `budget` forks that the selector chooses. Raises UserError where one of the user's does not
+    return forks at turns that are there, with finite scores."""
+    # NaN and not None or 0: whatever is computed from it is NaN, and a score that is NaN is refused below.
+    seen = finished.as_seen(reward=math.nan) if is_own(cfg.selector) else finished
+    what = f"branching.selector={cfg.selector}"
+    found = ask("branching.selector", cfg.selector, EXPANSIONS, seen, budget, cfg, rng)
+    num_turns = {t.trajectory_id: len(t.turns) for t in finished.trajectories}
+    forks = []
+    for fork in instance(found, f"{what}: the returned value", list)[:budget]:
+        instance(fork, f"{what}: an entry of the returned list", Fork)
+        if fork.trajectory_id not in num_turns:
+            known = ", ".join(num_turns)
+            raise UserError(f"{what}: there is no trajectory {shown(fork.trajectory_id)} to fork; there are {known}")
+        where = f"{what}: in the Fork of trajectory {fork.trajectory_id}"
+        turn = integer(fork.turn, f"{where}, the turn", 0, num_turns[fork.trajectory_id] - 1)
+        is_nan = isinstance(fork.score, float) and math.isnan(fork.score)
+        hint = " (what a selector does not see is NaN: logprobs of results, rewards)" if is_nan else ""
+        score = None if fork.score is None else number(fork.score, f"{where} at turn {turn}, the score{hint}")
+        forks.append(Fork(fork.trajectory_id, turn, score))
+    return forks
 
 
 def finished_part(group: GroupState) -> Group | None:

@@ -18,14 +18,13 @@ from dataclasses import replace
 
 from arpo import branching as br
 from arpo import retrospective
-from arpo.config.named import find
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.errors import UserError
 from arpo.growing import Decision, GroupState, Live, number_of, refused
 from arpo.options import BranchingConfig, RolloutConfig, is_retrospective
 from arpo.protocol import Codec
 from arpo.protocol.calls import TRUNCATION_MARK
-from arpo.protocol.contexts import CONTEXTS, ContextEvidence
+from arpo.protocol.contexts import ContextEvidence, next_context
 from arpo.protocol.stop_watch import StopWatch
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Context, Prompt, StopReason, ToolCall, Trajectory, Turn
@@ -45,7 +44,6 @@ class Rollout:
         self.engine, self.tools, self.codec = engine, tools, codec
         self.cfg, self.branching = cfg, branching
         self.forks_afterwards = is_retrospective(branching.selector)
-        self.next_context = find("rollout.context", cfg.context, CONTEXTS)
         self.step: int | None = None  # that which samples, for Trajectory.versions; None where no group is carried over
         self.num_entropy_tokens, self.num_top_logprobs = br.tokens_to_measure(branching)
         self.decoding: dict[str, Live] = {}
@@ -183,7 +181,8 @@ class Rollout:
         if refused_by := self.tools.sessions.refusal([c.tag for c in live.trajectory.tool_calls if c.executed]):
             decision = Decision(live.evidence, False, None, None, refused_by)
         else:
-            decision = Decision(live.evidence, *br.decide(live.evidence, self.branching, rng))
+            evidence = replace(live.evidence, calls=tuple(live.trajectory.turns[turn - 1].tool_calls))
+            decision = Decision(live.evidence, *br.decide(evidence, self.branching, rng))
         group.decisions[turn, live.path] = decision
         live.evidence = replace(live.evidence, consecutive=live.evidence.consecutive + 1 if decision.wants else 0)
         group.budget.decided(turn, live.path, wants=decision.wants)
@@ -259,7 +258,7 @@ class Rollout:
         trajectory, turn, prompt = live.trajectory, live.trajectory.turns[-1], live.group.prompt
         num_tokens = trajectory.num_context_tokens(len(prompt.token_ids))
         evidence = ContextEvidence(prompt, trajectory, num_tokens, self.codec, self.cfg)
-        found = self.next_context(evidence)
+        found = next_context(evidence)
         if evidence.is_answer and found is None:
             self.end(live, StopReason.EOS)
             return

@@ -8,11 +8,12 @@ losses.py: B trajectories (rows), T response tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from arpo.config.named import find
+from arpo.config.returned import ask, instance, tensor
 from arpo.losses import MAX_LOG_RATIO, mean_over_sequence
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
@@ -32,13 +33,28 @@ def rollout_weights(
     keep = mask.bool()
     with torch.no_grad():
         difference = torch.where(keep, old_logprobs - rollout_logprobs, 0.0)
-        combined, bounded = find("loss.rollout_correction", cfg.rollout_correction, ROLLOUT_CORRECTIONS)
-        weights = combined(difference, keep).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(difference)
-        weights, changed = bounded(weights, cfg)
+        weights, changed = corrected(difference, keep, cfg)
         metrics, num_tokens = Metrics(), keep.sum().double()
         for name, tokens in changed.items():
             metrics.mean(name, (tokens & keep).sum() / num_tokens.clamp(min=1), num_tokens)
         return weights * keep, metrics
+
+
+def corrected(difference: Tensor, keep: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the weights that the correction makes of log w, and which tokens it changed, (B, T) each. Raises UserError
+    where one of the user's returns something else."""
+    name, shape = cfg.rollout_correction, tuple(difference.shape)
+    what = f"loss.rollout_correction={name}"
+
+    def ask_for(part: int, *arguments: Any) -> Any:
+        return ask("loss.rollout_correction", name, ROLLOUT_CORRECTIONS, *arguments, pair=part)
+
+    combined = tensor(ask_for(0, difference, keep), f"{what}: the combined log weights", shape, (shape[0], 1))
+    weights = combined.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(difference)
+    weights, changed = instance(ask_for(1, weights, cfg), f"{what}: the bounded weights", tuple, length=2)
+    for key, tokens in instance(changed, f"{what}: the changed tokens", dict).items():
+        tensor(tokens, f"{what}: the changed tokens {key!r}", shape)
+    return tensor(weights, f"{what}: the weights", shape), changed
 
 
 def truncated(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:

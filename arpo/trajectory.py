@@ -14,6 +14,7 @@ writes up to the model's next turn: <tool_call> ... <eos> | <tool_response> ... 
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -192,6 +193,15 @@ class Trajectory:
         """True where the answer is right, at least in part, and well-formed; None where the reward does not say."""
         return None if self.accuracy is None else self.accuracy > 0 and self.reward_parts.get("format", 1.0) > 0
 
+    def as_seen(self) -> Trajectory:
+        """Return a copy for a function of the user's: results were not sampled, so their tokens have NaN for logprobs,
+        which no sum can hide."""
+        logprobs = self.rollout_logprobs[:]
+        for turn in self.turns:
+            for position in range(turn.end, turn.result_end):
+                logprobs[position] = math.nan
+        return replace(self, rollout_logprobs=logprobs)
+
     def branch(self, trajectory_id: str, turn: int) -> Trajectory:
         """Return a trajectory that shares all turns before this one, and ends there for now."""
         at = self.turns[turn].start
@@ -249,3 +259,7 @@ class Group:
     trajectories: list[Trajectory]
     sampled_by: int | None = None
     """Rank that sampled it (the first of those that share an engine)."""
+
+    def as_seen(self, **unknown: float) -> Group:
+        """Return a copy for a function of the user's, see `Trajectory.as_seen`; `unknown` are fields to set in all."""
+        return replace(self, trajectories=[replace(t.as_seen(), **unknown) for t in self.trajectories])

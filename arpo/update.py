@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from arpo.advantages import CRITIC_ESTIMATORS, TREE_CREDITS, CriticEvidence, assign_advantages
+from arpo.advantages import CRITIC_ESTIMATORS, CriticEvidence, assign_advantages, token_advantages
 from arpo.batch import MicroBatch, microbatches, row_of
-from arpo.config.named import find
 from arpo.config.sections import UpdateConfig
 from arpo.log.nonfinite import NonFinite
 from arpo.losses import (
@@ -121,9 +120,8 @@ def fill_advantages(
             fill_from_critic(minibatch, cfg, loss, dist)
         return metrics
     assign_advantages(groups, cfg)
-    credit = find("advantage.tree", cfg.tree, TREE_CREDITS)
     for minibatch in minibatches:
-        by_group = [credit(group, cfg) for group in minibatch.groups]
+        by_group = [token_advantages(group, cfg.tree, cfg) for group in minibatch.groups]
         by_row = [by_group[index][t.trajectory_id] for index, t in minibatch.trajectories]
         for micro in minibatch.micros:
             micro.advantages = micro.rows_to_tensor(by_row)

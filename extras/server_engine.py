@@ -164,7 +164,7 @@ class ServerEngine:
 
 
 def completion_request(model: str, token_ids: list[int], spec: SamplingSpec) -> dict[str, Any]:
-    """Return the body of POST /v1/completions. Its last three fields are vLLM's own."""
+    """Return the body of POST /v1/completions. Its last six fields are vLLM's own."""
     request = {
         "model": model,
         "prompt": list(token_ids),
@@ -173,6 +173,12 @@ def completion_request(model: str, token_ids: list[int], spec: SamplingSpec) -> 
         "top_p": spec.top_p,
         "stop": list(spec.stop),
         "seed": spec.seed,
+        # Off, said one by one: vLLM takes what a request leaves out from the generation_config.json of the model.
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "return_token_ids": True,

@@ -30,6 +30,7 @@ EVERYBODYS = {
     "arpo.config",
     "arpo.config.facts",
     "arpo.config.named",
+    "arpo.config.returned",
     "arpo.config.rewards",
     "arpo.config.sections",
     "arpo.start",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
+from math import isfinite, nan
 from pathlib import Path
 
 import arpo.checkpoint.manifest as manifest
@@ -25,7 +26,7 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
     Of two that are equally good the earlier is taken. Return what to say of a new choice, or "". Raises OSError.
     """
     link = run / "best"
-    rows = {n: row for n, row in rows_until(run / "metrics.jsonl", step).items() if n and {REWARD, NLL} & {*row}}
+    rows = {n: row for n, row in rows_until(run / "metrics.jsonl", step).items() if n and isfinite(_score(row))}
     kept = int(link.resolve().name.removeprefix("best_")) if link.exists() else 0
     if kept and kept not in rows:  # of steps that are to be done again
         link.unlink()
@@ -49,7 +50,10 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
 
 
 def _score(row: dict) -> float:
-    return -row[NLL] if NLL in row else row.get(ACCURACY, row[REWARD])  # a reward of one's own may know no accuracy
+    """Return how good a validation is; NaN where the step has none. NaN would be the maximum that nothing beats."""
+    if NLL in row:
+        return -row[NLL]
+    return row.get(ACCURACY, row.get(REWARD, nan))  # a reward of one's own may know no accuracy
 
 
 def _text(row: dict) -> str:

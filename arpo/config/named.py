@@ -13,6 +13,7 @@ import difflib
 import hashlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,8 @@ from typing import TypeVar
 from arpo.errors import UserError
 
 PACKAGE = Path(__file__).parent.parent
+OWN = "own_"
+"""Beginning of the names of the modules that a user's files become."""
 T = TypeVar("T")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -67,7 +70,16 @@ def is_own(value: str) -> bool:
 def parameters_of(option: str, value: str) -> tuple[str, ...]:
     """Return the names of the parameters of a function of the user's; () for what is no `def` in its file."""
     node = definition_of(option, value)
-    return tuple(arg.arg for arg in node.args.args) if isinstance(node, Function) else ()
+    return tuple(arg.arg for arg in (*node.args.posonlyargs, *node.args.args)) if isinstance(node, Function) else ()
+
+
+def takes(option: str, value: str, form: tuple[str, ...]) -> bool:
+    """Return whether a function of the user's begins with these parameters, and has a default for any further one."""
+    node = definition_of(option, value)
+    if parameters_of(option, value)[: len(form)] != form:
+        return False
+    num_required = len(parameters_of(option, value)) - len(node.args.defaults)
+    return num_required <= len(form) and None not in node.args.kw_defaults
 
 
 def definition_of(option: str, value: str) -> ast.stmt | None:
@@ -123,7 +135,7 @@ def find(option: str, value: str, ours: Mapping[str, T]) -> T:
 
 @cache
 def _imported(path: Path) -> ModuleType:
-    name = f"own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"{OWN}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up there
@@ -132,5 +144,9 @@ def _imported(path: Path) -> ModuleType:
 
 
 def brief(error: BaseException) -> str:
-    """Return kind and text of an error in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    """Return kind and text of an error in one line, and the line of a user's file that it came from."""
+    text, place = " ".join(f"{type(error).__name__}: {error}".split())[:300], ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__")).startswith(OWN):
+            place = f", in line {line} of {Path(frame.f_code.co_filename).name}"
+    return text + place

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Sequence
 
+from arpo.config.named import brief
+from arpo.config.returned import ask, call, instance, integer, number
 from arpo.errors import UserError
 from arpo.trajectory import Group, Prompt
 
@@ -75,3 +79,35 @@ def _epochs(prompts: Sequence[Prompt], num_per_step: int, seed: int) -> PromptOr
 
 ORDERS: dict[str, Callable[[Sequence[Prompt], int, int], PromptOrder]] = {"epochs": _epochs}
 """data.order -> what makes an order of prompts, data.num_prompts_per_step and run.seed."""
+
+
+def make_order(name: str, prompts: Sequence[Prompt], num_per_step: int, seed: int) -> PromptOrder:
+    """Return the order that data.order names. Raises UserError where one of the user's is none, or draws wrongly."""
+    order = instance(ask("data.order", name, ORDERS, prompts, num_per_step, seed), f"data.order={name}", PromptOrder)
+    next_prompts(order, 0, num_per_step, len(prompts))
+    return order
+
+
+def next_prompts(order: PromptOrder, num_drawn: int, count: int, num_prompts: int) -> list[tuple[int, int]]:
+    """Return what `queue` says. Raises UserError where a user's order returns something else than that."""
+    what = f"data.order: {type(order).__name__}.queue"
+    drawn = []
+    for entry in instance(call(what, order.queue, num_drawn, count), f"{what}: the returned value", list):
+        index, behind = instance(entry, f"{what}: an entry", tuple, length=2)
+        index = integer(index, f"{what}: the index of a prompt", 0, num_prompts - 1)
+        drawn.append((index, integer(behind, f"{what}: num_drawn behind prompt {index}", num_drawn + 1, sys.maxsize)))
+    if len({index for index, _ in drawn}) < len(drawn) or not min(count, 1) <= len(drawn) <= count:
+        raise UserError(f"{what} returned {len(drawn)} prompts; it must return {count} different ones, or fewer")
+    return drawn
+
+
+def heard(order: PromptOrder, groups: Sequence[Group]) -> dict[str, float]:
+    """Tell the order of a step's groups, and return its metrics. Raises UserError where a user's returns others."""
+    what = f"data.order: {type(order).__name__}.add"
+    found = instance(call(what, order.add, groups), f"{what}: the returned value", dict)
+    values = {str(name): number(value, f"{what}: the metric {name!r}") for name, value in found.items()}
+    try:
+        json.dumps(order.state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{what}: `state` is no JSON ({brief(error)}), which checkpoints hold") from None
+    return values

@@ -153,10 +153,12 @@ def summarize(groups: list[Group], *, seed: int = 0) -> dict[str, float]:
     `accuracy` is avg@n, the mean over questions and samples of the reward's accuracy part, with a 95 % bootstrap
     interval over questions; `pass@k` is unbiased, a sample being solved where its accuracy is 1 (an exact answer).
     Where there are several data sources, `accuracy/SOURCE` is that of each. A reward without that part has none.
+    `unscored` is the number of trajectories without a reward, where there are any. They count as wrong, as in an
+    evaluation, unless they have an accuracy all the same: else a reward that says nothing of bad answers, or a judge
+    that is down, would raise the accuracy. `reward` is the mean of the others.
     """
-    judged = [Group(g.prompt, [t for t in g.trajectories if t.reward is not None]) for g in groups]
-    groups = [group for group in judged if group.trajectories] or groups  # the others lack a judge's verdict
     trajectories = [t for group in groups for t in group.trajectories]
+    rewards = [t.reward for t in trajectories if t.reward is not None]
     is_known = any(t.accuracy is not None for t in trajectories)
     correct = [[t.accuracy or 0.0 for t in group.trajectories] for group in groups]
     scores = sample_scores(correct, seed=seed) if is_known else {"questions": len(groups)}
@@ -168,9 +170,12 @@ def summarize(groups: list[Group], *, seed: int = 0) -> dict[str, float]:
         if source := sources.get(group.prompt.data_source):
             by_source[source] += [t.accuracy or 0.0 for t in group.trajectories]
     scores |= {f"accuracy/{source}": mean(values) for source, values in by_source.items()}
+    if rewards:
+        scores["reward"] = mean(rewards)
+    if num_unscored := len(trajectories) - len(rewards):
+        scores["unscored"] = num_unscored
     return scores | {
         "well_formed": mean(t.reward is not None and t.reward >= 0 for t in trajectories),
-        "reward": mean(t.reward or 0.0 for t in trajectories),
         "tool_calls": mean(len(t.tool_calls) for t in trajectories),
         "failed_tool_calls": mean(sum(not call.ok for call in t.tool_calls) for t in trajectories),
         "response_tokens": mean(len(t.token_ids) for t in trajectories),

@@ -52,6 +52,9 @@ class DumpWriter:
             self.num_lost += 1
             fix = "free some space, or raise run.dump_every"
             self._say(f"warning: {self.folder}: cannot write the trajectory dump ({error.strerror}); {fix}")
+        except (TypeError, ValueError) as error:
+            self.num_lost += 1
+            self._say(f"warning: {self.folder}: cannot write the trajectory dump ({brief(error)}), which is no JSON")
 
     def close(self) -> None:
         try:
@@ -67,7 +70,7 @@ class DumpWriter:
                 for group in groups:
                     for trajectory in group.trajectories:
                         file.write(dump_line(group, trajectory, {}))
-        except OSError:
+        except (OSError, TypeError, ValueError):
             temporary.unlink(missing_ok=True)
             raise
         temporary.replace(path)

@@ -12,6 +12,7 @@ forms. A form whose arguments are no JSON turns them into the types of the tool'
 """
 
 from arpo.config.named import find
+from arpo.config.returned import instance
 from arpo.protocol import hermes, tags, xml
 from arpo.protocol.codec import Codec
 from arpo.protocol.form import Form
@@ -31,4 +32,4 @@ FORMS: dict[str, Form] = {
 def form_of(name: str) -> Form:
     """Return the form of calls that protocol.format names. One of a user's file stands in FORMS from then on, so that
     records may name it: what a stranger's record says is looked up there, and never imported."""
-    return FORMS.setdefault(name, find("protocol.format", name, FORMS))
+    return FORMS.setdefault(name, instance(find("protocol.format", name, FORMS), f"protocol.format={name}", Form))

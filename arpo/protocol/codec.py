@@ -13,6 +13,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
+from arpo.config.returned import whole_text
 from arpo.errors import UserError
 from arpo.protocol.calls import Call
 from arpo.protocol.token_texts import TokenTexts
@@ -28,6 +29,9 @@ ANCHORS = ("\n", "a", ".")
 """Texts behind which another is no beginning; it may share a token with one of them, not with all."""
 CONTEXT_CHARS = 64
 """End of the text before, at least one special token long, that decides how the next text is tokenised."""
+MIN_RESULT_CHARS, CHARS_PER_TOKEN, MIN_RESULT_TOKENS = 4096, 16, 64
+"""A result's first part that is tokenised to see whether it is too long: characters at least, and per token that fits;
+tokens that it must have beyond twice those that fit, so that the cut is far from its end."""
 REWRITES = (
     "the chat template rewrites earlier turns (Qwen3's drops their thinking), so that one row cannot train them all; "
     "set data.train_turns=last"
@@ -244,6 +248,14 @@ class Codec(ABC):
         `last_token` is the last one that the model sampled. Returns (results as the model reads them, token ids); None
         where results are too long and there is not even room for the mark that they were cut.
         """
+
+    def _readable(self, result: str, max_tokens: int) -> str:
+        """Return a result in whole characters, or a beginning of it that is still too long for `max_tokens`: to
+        tokenise megabytes would take seconds, in which the engine stands still."""
+        text, size = whole_text(result), max(MIN_RESULT_CHARS, CHARS_PER_TOKEN * max_tokens)
+        while size < len(text) and len(self.encode(text[:size])) < 2 * max_tokens + MIN_RESULT_TOKENS:
+            size *= 4
+        return text[:size]
 
     def segments(
         self, token_ids: Sequence[int], loss_mask: Sequence[int], cuts: Sequence[int] = ()

@@ -20,6 +20,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from arpo.config.returned import ask, integers, whole_text
+from arpo.errors import UserError
 from arpo.options import RolloutConfig
 from arpo.protocol.codec import Codec
 from arpo.trajectory import Prompt, Trajectory, Turn
@@ -110,3 +112,20 @@ CONTEXTS: dict[str, Callable[[ContextEvidence], list[int] | str | None]] = {
     "summary": summary,
 }
 """Values of `rollout.context`."""
+
+
+def next_context(evidence: ContextEvidence) -> list[int] | str | None:
+    """Return what the context policy of the config says. Raises UserError where one of the user's returns neither token
+    ids nor a text nor None."""
+    name, codec = evidence.cfg.context, evidence.codec
+    found = ask("rollout.context", name, CONTEXTS, evidence)
+    if found is None:
+        return None
+    if isinstance(found, str):
+        return whole_text(found)
+    # A model may have sampled ids beyond the tokenizer's (padded vocabularies).
+    high = max(codec.vocab_size - 1, *evidence.trajectory.token_ids)
+    token_ids = integers(found, f"rollout.context={name}: the token ids of the new context", high)
+    if not token_ids:
+        raise UserError(f"rollout.context={name} returned no token ids; return None to go on behind all that was read")
+    return token_ids

@@ -128,7 +128,7 @@ class TagsCodec(Codec):
 
         Returns None for a result that is too long where not even the truncation mark fits.
         """
-        text, call_end = escape_result(text, self.tools), f"</{tag}>"
+        text, call_end = escape_result(self._readable(text, max_tokens), self.tools), f"</{tag}>"
         token_ids = self.encode(render_result(text), call_end)
         if len(token_ids) <= max_tokens:
             return text, token_ids

@@ -133,7 +133,7 @@ class TemplateCodec(Codec):
         self, calls: Sequence[ToolCall], max_tokens: int, *, last_token: int
     ) -> tuple[list[str], list[int]] | None:
         names = [call.tag for call in calls]
-        texts = [escape_tags(call.result, self.reserved) for call in calls]
+        texts = [escape_tags(self._readable(call.result, max_tokens), self.reserved) for call in calls]
         # Sampling also stops at other end tokens (Qwen's <|endoftext|>); then the turn's own end is yet to be written.
         has_ended = last_token in self.tokenizer.convert_tokens_to_ids(list(self.turn_ends))
         end = [] if has_ended else [self.tokenizer.eos_token_id]

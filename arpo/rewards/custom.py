@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from arpo.config.named import brief, find
+from arpo.config.returned import number, whole_text
 from arpo.errors import UserError
 from arpo.protocol import Codec
 from arpo.start.exits import watched
@@ -28,6 +29,9 @@ ONE, ALL = ("trajectory", "prompt"), ("trajectories", "prompts")
 """Names of the parameters of a function that gets whole trajectories: one, or all at once."""
 MAX_CONCURRENT = 64
 """Most calls of an async function of one response that are under way at the same time."""
+MAX_REASON_CHARS = 80
+TAKEN = {"mean", "std", "solved_share", "positive_share", "kl_penalty"}
+"""Names of other metrics under reward/."""
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 Pairs = Sequence[tuple[Trajectory, Prompt]]
 
@@ -70,15 +74,18 @@ class CustomReward:
             self.function.begin(group)
 
     def try_on(self, prompt: Prompt, codec: Codec) -> None:
-        """Score an invented response to a real prompt, so that what is wrong is known before any is sampled. Raises
-        UserError, as the scoring of a rollout does."""
-        ids = [*codec.encode(codec.answer_text(prompt.answers[0])), codec.tokenizer.eos_token_id]
-        segments = codec.segments(ids, mask := [1] * len(ids))
-        invented = Trajectory(
-            prompt.prompt_id, "invented, before the run", ids, mask, rollout_logprobs=[0.0] * len(ids),
-            turns=[Turn(0, len(ids), len(ids))], stop_reason=StopReason.EOS, text=segments[0][0], segments=segments,
-        )  # fmt: skip
-        custom_results(self, [(invented, prompt)])
+        """Score two invented responses to a real prompt, so that what is wrong is known before any is sampled: the
+        right answer, and one that was cut off before it. Raises UserError, as the scoring of a rollout does."""
+        answer = [*codec.encode(codec.answer_text(prompt.answers[0])), codec.tokenizer.eos_token_id]
+        invented = []
+        for ids, stop_reason in ((answer, StopReason.EOS), (codec.encode("I do"), StopReason.LENGTH)):
+            segments = codec.segments(ids, mask := [1] * len(ids))
+            response = Trajectory(
+                prompt.prompt_id, "invented, before the run", ids, mask, rollout_logprobs=[0.0] * len(ids),
+                turns=[Turn(0, len(ids), len(ids))], stop_reason=stop_reason, text=segments[0][0], segments=segments,
+            )  # fmt: skip
+            invented.append((response, prompt))
+        custom_results(self, invented)
 
 
 def load_custom(option: str, value: str) -> CustomReward:
@@ -106,13 +113,14 @@ def custom_results(custom: CustomReward, pairs: Pairs) -> list[RewardResult]:
         return []
     if custom.takes == "all":
         where = f"{len(pairs)} samples from {_sample(pairs[0][0])}"
-        [returned] = _call(custom, [(where, ([t for t, _ in pairs], [prompt for _, prompt in pairs]))])
+        seen = [t.as_seen() for t, _ in pairs]
+        [returned] = _call(custom, [(where, (seen, [prompt for _, prompt in pairs]))])
         with _named(custom, where):
             results = list(returned)
-        if len(results) != len(pairs):
-            raise UserError(f"{custom.place} returned {len(results)} scores for {where}; return one per sample")
+        if len(results) != len(pairs) or isinstance(returned, str | dict):
+            raise UserError(f"{custom.place} returned {len(results)} scores for {where}; return a list, one per sample")
     elif custom.takes == "one":
-        results = _call(custom, [(_sample(t), (t, prompt)) for t, prompt in pairs])
+        results = _call(custom, [(_sample(t), (t.as_seen(), prompt)) for t, prompt in pairs])
     else:
         results = _call(custom, [(_sample(t), _text(t, prompt)) for t, prompt in pairs])
     return [_parse(result, f"{custom.place}: {_sample(t)}") for (t, _), result in zip(pairs, results, strict=True)]
@@ -166,18 +174,30 @@ def _parse(result: object, where: str) -> RewardResult:
     if isinstance(result, dict):
         if "score" not in result:
             raise UserError(f"{where}: the returned dict has no 'score' (it has {', '.join(map(str, result))})")
-        parts = {k: float(v) for k, v in result.items() if k != "score" and isinstance(v, int | float)}
-        reason = result["reason"] if isinstance(result.get("reason"), str) else ""
+        parts, reason = _parts(result, where), _reason(result.get("reason"))
         result = result["score"]
         if result is None:  # said on purpose, other than by a function that has forgotten its return
             return RewardResult(None, parts, reason or "no_reward")
-    try:
-        value = float(result)
-    except (TypeError, ValueError):
-        raise UserError(f"{where}: returned {result!r}; return a number or a dict with 'score'") from None
-    if not math.isfinite(value):
-        raise UserError(f"{where}: returned {value}; a reward must be finite")
-    return RewardResult(value, parts, reason)
+    return RewardResult(number(result, f"{where}: the returned score"), parts, reason)
+
+
+def _parts(result: dict, where: str) -> dict[str, float]:
+    """Return the numbers of a dict besides its score. Texts are no numbers to log, and None is none that is known."""
+    parts = {}
+    for name, value in result.items():
+        if name == "score" or value is None or isinstance(value, str):
+            continue
+        if name in TAKEN:
+            raise UserError(f"{where}: the part {name!r} would be logged as another number's name; rename it")
+        low, high = (0.0, 1.0) if name == "accuracy" else (-math.inf, math.inf)
+        parts[str(name)] = number(value, f"{where}: the part {name!r}", low, high)
+    return parts
+
+
+def _reason(reason: object) -> str:
+    """Return a reason as one short line: it is the end of a metric's name."""
+    text = whole_text(reason) if isinstance(reason, str) else ""
+    return " ".join(text.split())[:MAX_REASON_CHARS]
 
 
 def _sample(t: Trajectory) -> str:

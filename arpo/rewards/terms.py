@@ -11,13 +11,11 @@ from dataclasses import dataclass
 
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.errors import UserError
-from arpo.rewards.custom import CustomReward, Pairs, RewardResult, custom_results, load_custom
+from arpo.rewards.custom import TAKEN, CustomReward, Pairs, RewardResult, custom_results, load_custom
 from arpo.trajectory import Prompt, Trajectory
 
 BY_RULE = {"answer", "format", "accuracy", "tool_bonus"}
 """Terms that the built-in reward is made of. With one of them, all parts of that reward are logged."""
-TAKEN = {"mean", "std", "solved_share", "positive_share", "kl_penalty"}
-"""Names of other metrics under reward/."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from arpo.branching_signal import BranchingSignal
 from arpo.config.sections import RunConfig
 from arpo.data import PromptOrder
+from arpo.data.order import heard, next_prompts
 from arpo.errors import UserError
 from arpo.log import RunLog
 from arpo.metrics import Metrics, rollout_metrics, source_names
@@ -115,7 +116,7 @@ class Rollouts:
         if self.advantage.dead_groups == "resample":
             max_further = self.num_prompts * self.advantage.max_resample
         count = carry.num_to_draw(self.num_steps - step + 1) if carry else self.num_prompts + max_further
-        drawn = self.order.queue(self.num_drawn, count)
+        drawn = next_prompts(self.order, self.num_drawn, count, len(self.prompts))
         prompts = [self.prompts[i] for i, _ in drawn]
         if carry:
             return carry.begin_step(step, prompts), drawn
@@ -128,7 +129,7 @@ class Rollouts:
         ranks, tools = self.sampler.team.ranks, self.sampler.tools
         share = sampled[ranks.rank :: ranks.world_size]  # each rank counts its share once
         metrics = rollout_metrics(share, self.sources, take_counts(tools.tools), step)
-        values = self.signal.add(sampled) | self.order.add(sampled)
+        values = self.signal.add(sampled) | heard(self.order, sampled)
         may_train = self.health.may_train(sampled, self.first_drawn)
         groups = groups_to_train_on(sampled, self.num_prompts, self.advantage) if may_train else []
         for warning in filter(None, (self.signal.warning, self.health.warning)):

@@ -28,7 +28,8 @@ class Validation:
         values = self.after(0)
         self.log.scalars(0, values)
         name = "accuracy" if "valid/accuracy" in values else "reward"
-        self.log.line(f"step 0  valid {name} {values[f'valid/{name}']:.3f}")
+        shown = f"{name} {values[f'valid/{name}']:.3f}" if f"valid/{name}" in values else "has no reward"
+        self.log.line(f"step 0  valid {shown}")
 
     def after(self, step: int) -> dict[str, float]:
         """Return the scores after a step (0: before the first), if due, and dump the trajectories. Collective."""

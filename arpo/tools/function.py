@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from arpo.errors import UserError
 from arpo.protocol.function_schema import schema_of
 from arpo.protocol.schema import arguments_of
 from arpo.tools.base import ToolResult
+from arpo.tools.interface import plain_value
 
 MAX_CONCURRENT = 32
 """Most calls of one function that run at the same time; the others wait, which does not count against the deadline."""
@@ -27,7 +28,9 @@ class FunctionTool:
     """
 
     def __init__(self, function: Callable[..., Any], *, deadline_s: float = 30.0):
-        """Raises UserError for a function whose types or docstring do not say what it takes."""
+        """Raises UserError for a function whose types or docstring do not say what it takes, and for a generator."""
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise UserError(f"tools.names: {function.__name__} yields its result; return it, as a text or a list")
         self.schema = schema_of(function)
         self.tag = self.schema.name
         self.deadline_s = deadline_s
@@ -63,9 +66,21 @@ class FunctionTool:
 
 
 def _text_of(value: Any) -> str:
+    """Return what a function returned as the text that the model reads."""
     if value is None:
         return "(no output)"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain_or_text)
+
+
+def _plain_or_text(value: Any) -> Any:
+    if isinstance(value, Iterator | AsyncIterator):  # whose text says nothing but where it lies in memory
+        raise TypeError(f"the function returned a {type(value).__name__}; it must return what that yields")
+    try:
+        return plain_value(value)
+    except (TypeError, ValueError):
+        return str(value)
 
 
 async def on_thread(name: str, work: Callable[..., Any], *arguments: Any) -> Any:

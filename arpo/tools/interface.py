@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from arpo.config.returned import whole_text
 from arpo.errors import UserError
 from arpo.protocol.schema import ToolSchema
 from arpo.trajectory import ToolCall
+
+MAX_KIND_CHARS = 60
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class ToolResult:
     """The outcome of a call."""
 
     text: str
-    """Text for the model, raw: escaping and truncation are the rollout's business."""
+    """Text for the model, raw: escaping and truncation are the rollout's business, also of megabytes."""
     ok: bool
     seconds: float = 0.0
     error_kind: str | None = None
@@ -92,11 +97,62 @@ class ToolSet(Protocol):
 
 async def answer(tool: Tool, argument: str, context: ToolContext | None, session: Any = None) -> ToolResult:
     """Run a call, with what the tool's `run` has parameters for, and charge for what the tool itself has answered: not
-    its cache, and not an error. Raises UserError where it returns something else."""
+    its cache, and not an error. Raises UserError where it returns no ToolResult, and TypeError or ValueError where that
+    holds something else than it should: one odd result costs its trajectory (ToolRunner), and not the run."""
     wanted = inspect.signature(tool.run).parameters
     given = {"context": context, "session": session}
     result = await tool.run(argument, **{name: value for name, value in given.items() if name in wanted})
+    if result is None:  # in one of its branches, perhaps
+        raise TypeError("run returned None; return a ToolResult")
     if not isinstance(result, ToolResult):
         raise UserError(f"the {tool.tag} tool: run returned {type(result).__name__}; return a ToolResult")
-    price = getattr(tool, "price_per_call", 0.0)
+    result, price = plain(result), getattr(tool, "price_per_call", 0.0)
     return replace(result, cost=price) if price and result.ok and not result.cached else result
+
+
+def plain(result: ToolResult) -> ToolResult:
+    """Return a result in plain types, as dumps, records and tokenizers take them: NumPy's numbers become Python's, and
+    halves of characters become U+FFFD. Raises TypeError or ValueError for what has no such form."""
+    if not isinstance(result.text, str):
+        raise TypeError(f"the text of a ToolResult must be str, not {type(result.text).__name__}")
+    kind = result.error_kind
+    return replace(
+        result,
+        text=whole_text(result.text),
+        ok=bool(result.ok),
+        seconds=_finite(result.seconds),
+        error_kind=None if kind is None else " ".join(whole_text(str(kind)).split())[:MAX_KIND_CHARS],
+        cached=bool(result.cached),
+        cost=_finite(result.cost),
+        infra_error=bool(result.infra_error),
+        info=_plain_info(result.info),
+        replayed=int(result.replayed),
+        replay_mismatches=int(result.replay_mismatches),
+    )
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"a number of a ToolResult is {number}")
+    return number
+
+
+def _plain_info(info: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return facts as JSON has them."""
+    if not info:
+        return {}
+    if not isinstance(info, Mapping):
+        raise TypeError(f"the info of a ToolResult must be a mapping, not {type(info).__name__}")
+    text = json.dumps(dict(info), ensure_ascii=False, allow_nan=False, default=plain_value)
+    return json.loads(whole_text(text))
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value that JSON does not have in a type that it has, for `json.dumps(default=)`. Raises TypeError."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=str)
+    if hasattr(value, "tolist"):  # arrays, tensors, and numbers of NumPy
+        return value.tolist()
+    return float(value)

@@ -284,10 +284,11 @@ def test_answers_without_a_verdict_are_not_trained_on_and_many_of_them_end_the_r
     assert health.must_stop and "67% of the trajectories have no reward, in 3 batches" in str(health)
 
 
-def test_a_validation_leaves_out_what_has_no_verdict(make_scoring, service):
+def test_a_validation_counts_what_has_no_verdict(make_scoring, service):
     scoring, some = make_scoring("judge=1"), [group("a", "4"), group("b", "4")]
     scoring(some[:1])
     service.then(says("no", 400))
     scoring(some)
     assert some[1].trajectories[0].reward is None
-    assert summarize(some)["reward"] == 1.0 and summarize(some)["questions"] == 1
+    scores = summarize(some)
+    assert (scores["reward"], scores["questions"], scores["accuracy"], scores["unscored"]) == (1.0, 2, 0.5, 1)

@@ -376,7 +376,10 @@ def test_only_new_trajectories_are_scored_where_that_is_asked_for(tmp_path):
         ("exit(3)", r"cannot be imported \(SystemExit: 3"),
         ("def f(trajectories, prompts): raise KeyError('x')", r"mine\.py: f failed on 2 samples from prompt q-0"),
         ("def f(trajectories, prompts): return [1.0]", r"returned 1 scores for 2 samples"),
-        ("def f(d, s, g, e): return None", r"prompt q-0, trajectory 0: returned None"),
+        (
+            "def f(d, s, g, e): return None",
+            r"prompt q-0, trajectory 0: the returned score is None; it must be a number",
+        ),
         ("def f(d, s, g, e): return float('nan')", "must be finite"),
         ("def f(d, s, g, e): return {'reward': 1}", "has no 'score'"),
         ("def g(d, s, g, e): return 1.0", "does not define"),
@@ -433,8 +436,8 @@ def test_a_custom_reward_of_another_form_is_refused_when_it_is_loaded(tmp_path, 
     "source, words",
     [
         ("def f(a, b, c, d): return d['level']", r"failed on prompt q, trajectory invented.*KeyError: 'level'"),
-        ("def f(a, b, c, d): return float('nan')", "returned nan; a reward must be finite"),
-        ("def f(trajectories, prompts): return []", "returned 0 scores for 1 samples"),
+        ("def f(a, b, c, d): return float('nan')", "the returned score is nan; it must be finite"),
+        ("def f(trajectories, prompts): return []", "returned 0 scores for 2 samples"),
     ],
 )
 def test_a_custom_reward_is_tried_before_anything_is_sampled(tmp_path, source, words):
@@ -452,6 +455,8 @@ def test_a_trial_gets_the_rows_own_fields_and_a_well_formed_answer_in_the_protoc
     (tmp_path / "mine.py").write_text(
         "from arpo.rewards import score\n"
         "def f(trajectory, prompt):\n"
+        "    if trajectory.stop_reason == 'length':\n"
+        "        return 0.0\n"
         "    result = score(trajectory.text, ['4'], 'math', segments=trajectory.segments, form=prompt.meta['form'])\n"
         "    assert result.total == 1.0, (result, trajectory)\n"
         "    trajectory.check()\n"

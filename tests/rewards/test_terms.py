@@ -261,7 +261,7 @@ def test_an_object_hears_of_a_group_before_it_scores_it(tmp_path):
     early.begin(group)
     score_groups([group], RewardConfig(), early, tools=LOADED)
     assert [t.reward for t in group.trajectories] == [1.0, 1.0]
-    with pytest.raises(UserError, match=r"r\.py: broken failed on prompt q-0 \(KeyError: 'x'\)"):
+    with pytest.raises(UserError, match=r"r\.py: broken failed on prompt q-0 \(KeyError: 'x', in line \d+ of r\.py\)"):
         load_custom("reward.terms", f"{tmp_path}/r.py:broken").begin(group)
 
 
@@ -287,7 +287,10 @@ def test_at_most_so_many_calls_are_under_way(tmp_path):
         ("async def f(trajectory, prompt): raise KeyError('x')", r"f failed on prompt q-0, trajectory 0 \(KeyError"),
         ("async def f(trajectories, prompts): return [1.0]", r"returned 1 scores for 2 samples"),
         ("async def f(trajectories, prompts): return 1.0", r"f failed on 2 samples .*TypeError"),
-        ("async def f(trajectory, prompt): return None", r"prompt q-0, trajectory 0: returned None"),
+        (
+            "async def f(trajectory, prompt): return None",
+            r"prompt q-0, trajectory 0: the returned score is None; it must be a number",
+        ),
     ],
 )
 def test_an_async_function_that_fails_is_one_line(tmp_path, source, words):
@@ -314,7 +317,7 @@ def test_a_wrong_signature_is_found_before_a_model_is_loaded(tmp_path, source, w
     "source, words",
     [
         ("async def f(trajectory, prompt): return trajectory.no_such", r"invented, before the run.*no_such"),
-        ("def f(trajectories, prompts): return []", "returned 0 scores for 1 samples"),
+        ("def f(trajectories, prompts): return []", "returned 0 scores for 2 samples"),
     ],
 )
 def test_a_function_of_whole_trajectories_is_tried_on_an_invented_one(tmp_path, source, words):

@@ -1,0 +1,149 @@
+"""The door for what functions of the user's (FILE.py:NAME) return: type, length, range and finite numbers are checked.
+
+`call` and `ask` call such a function. The others check a value that has come back. All raise a UserError of one line
+that begins with `what`: the option, the function, and the value's meaning. None imports torch: tensors are known by
+their methods.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from arpo.config.named import brief, find, is_own
+from arpo.errors import UserError
+
+MAX_SHOWN_CHARS = 80
+"""Characters shown of a wrong value."""
+T = TypeVar("T")
+
+
+def call(what: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function of the user's. Raises UserError where it raises."""
+    try:
+        return function(*arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what} failed ({brief(error)})") from error
+
+
+def ask(option: str, value: str, ours: Mapping[str, Callable[..., T]], *arguments: Any, pair: int | None = None) -> T:
+    """Call the function that an option names; pair: the first (0) or second (1) of the two that it names. Raises
+    UserError where one of the user's raises."""
+    function, what = find(option, value, ours), f"{option}={value}"
+    if pair is not None:
+        function = instance(function, what, tuple, length=2)[pair]
+    return call(what, function, *arguments) if is_own(value) else function(*arguments)
+
+
+def number(value: object, what: str, low: float = -math.inf, high: float = math.inf) -> float:
+    """Return a number of Python, NumPy or torch as a float, which must be finite and within [low, high].
+
+    >>> number(True, "branching.selector=my.py:f: P(branch)", 0, 1)
+    1.0
+    """
+    try:
+        plain = value.item() if hasattr(value, "item") else value
+        if isinstance(plain, str | bytes):
+            raise TypeError("a text is no number")
+        found = float(plain)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise UserError(f"{what} is {shown(value)}; it must be a number") from None
+    if not math.isfinite(found):
+        raise UserError(f"{what} is {found}; it must be finite")
+    if not low <= found <= high:
+        raise UserError(f"{what} is {found:g}; it must be from {low:g} to {high:g}")
+    return found
+
+
+def numbers(values: object, what: str, length: int) -> Any:
+    """Return as many finite numbers as an array of NumPy, (length,) float64.
+
+    >>> numbers((1, 2), "advantage.kind=my.py:f: the advantages", 2)
+    array([1., 2.])
+    """
+    import numpy as np  # here, because a command's --help imports the config too
+
+    try:
+        plain = values.detach().double().cpu() if hasattr(values, "detach") else values
+        found = np.asarray(plain, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise UserError(f"{what} are {shown(values)}; they must be {length} numbers") from None
+    if found.shape != (length,):
+        has = {0: shown(values), 1: f"{found.size} numbers"}.get(found.ndim, f"of the shape {found.shape}")
+        raise UserError(f"{what} are {has}; they must be {length} numbers")
+    if not (is_finite := np.isfinite(found)).all():
+        place = int(is_finite.argmin())
+        raise UserError(f"{what} hold {found[place]} (at {place} of {length}); all must be finite")
+    return found
+
+
+def tensor(value: Any, what: str, *shapes: tuple[int, ...]) -> Any:
+    """Return a tensor of one of these shapes. Its numbers are not looked at: the host would wait for the GPU."""
+    if not hasattr(value, "detach"):
+        raise UserError(f"{what} is {shown(value)}; it must be a tensor")
+    if tuple(value.shape) not in shapes:
+        expected = " or ".join(map(str, dict.fromkeys(shapes)))
+        raise UserError(f"{what} has the shape {tuple(value.shape)}; it must have {expected}")
+    return value
+
+
+def integer(value: Any, what: str, low: int, high: int) -> int:
+    """Return an integer of Python, NumPy or torch within [low, high]."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        raise UserError(f"{what} is {shown(value)}; it must be an integer") from None
+    if not low <= found <= high:
+        raise UserError(f"{what} is {found}; it must be from {low} to {high}")
+    return found
+
+
+def integers(values: Any, what: str, high: int) -> list[int]:
+    """Return a sequence of integers within [0, high], such as token ids, as a list."""
+    try:
+        found = list(values)
+    except TypeError:
+        raise UserError(f"{what} are {shown(values)}; they must be a list of integers") from None
+    return [integer(one, f"{what}: entry {place}", 0, high) for place, one in enumerate(found)]
+
+
+def instance(value: object, what: str, kind: type[T], length: int | None = None) -> T:
+    """Return a value of a type; a list or tuple with `length` entries, where that is given."""
+    if not isinstance(value, kind):
+        raise UserError(f"{what} is {shown(value)}; it must be a {kind.__name__}")
+    if length is not None and len(value) != length:
+        raise UserError(f"{what} has {len(value)} entries; it must have {length}")
+    return value
+
+
+def entries(value: object, what: str, keys: Iterable[str]) -> Sequence[Any]:
+    """Return what a dict has under each of these keys; it may have others."""
+    found = instance(value, what, dict)
+    keys = list(keys)
+    if missing := [key for key in keys if key not in found]:
+        raise UserError(f"{what} has nothing for {missing[0]!r}; it must have {', '.join(map(repr, keys))}")
+    return [found[key] for key in keys]
+
+
+def whole_text(text: str) -> str:
+    r"""Return a text that UTF-8 has: half of a character (a lone surrogate) becomes U+FFFD, and two halves that belong
+    together become the character.
+
+    >>> whole_text("a\ud83d \ud83d\ude00")
+    'a� 😀'
+    """
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def shown(value: object) -> str:
+    """Return a value in one line, with its type where that is no plain one."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception as error:  # __repr__ of the user's
+        text = f"({type(error).__name__} in its repr)"
+    text = text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
+    return text if value is None or isinstance(value, str | int | float) else f"{text} ({type(value).__name__})"
