@@ -28,8 +28,15 @@ from arpo.protocol import Codec, TagsCodec
 from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
-from extras.server_engine import ServerEngine, left_open
+from extras.server_engine import ServerEngine, completion_request, left_open
 
+NEUTRAL = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+}
 KEY = "sk-policy-0123456789"
 
 
@@ -77,8 +84,33 @@ def test_requests_say_everything_that_decides_a_turn(server):
         assert (body["model"], body["temperature"], body["top_p"]) == ("tiny", 0.6, 0.95)
         assert body["stop"] == ["</python>", "</search>"] and body["include_stop_str_in_output"]
         assert body["return_token_ids"] and body["skip_special_tokens"] is False
+        assert NEUTRAL.items() <= body.items()
         assert body["prompt"][: len(prompt().token_ids)] == list(prompt().token_ids)
         assert body["max_tokens"] == 600 - (len(body["prompt"]) - len(prompt().token_ids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "in_the_folder",
+    [
+        {"repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20},  # Qwen2.5's; NeMo-RL #3497
+        {"repetition_penalty": 1.1, "top_k": 20},  # Qwen2.5-Coder's; lm-evaluation-harness #3154, verl #7270
+        {"min_p": 0.05, "temperature": 0.6},  # OpenPipe/ART PR #140
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5},  # vllm #50767
+    ],
+)
+def test_vllms_server_samples_by_the_request_whatever_stands_in_the_model_folder(in_the_folder):
+    """vLLM's own request class fills what is missing from the generation_config.json of the model."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    spec = SamplingSpec(max_tokens=9, temperature=0.6, top_p=0.95, stop=("</search>",), seed=1)
+    body = completion_request("tiny", [1, 2], spec)
+    made, alone = (CompletionRequest(**body).to_sampling_params(9, defaults) for defaults in (in_the_folder, {}))
+    assert made == alone and (made.temperature, made.top_p, made.repetition_penalty) == (0.6, 0.95, 1.0)
+    assert made.top_k < 1 and (made.min_p, made.presence_penalty, made.frequency_penalty) == (0.0, 0.0, 0.0)
+    without = {name: value for name, value in body.items() if name not in NEUTRAL}
+    assert CompletionRequest(**without).to_sampling_params(9, in_the_folder) != made  # it would
+    assert CompletionRequest._DEFAULT_SAMPLING_PARAMS.keys() <= body.keys()
 
 
 def test_a_turn_without_room_ends_as_length(server):
