@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from arpo.config.facts import out_of_range
@@ -20,10 +20,20 @@ from arpo.tools.sandbox.client import GRACE_S, Sandbox
 from arpo.tools.sandbox.host_process import SandboxUnavailable, Tier
 from arpo.tools.sandbox.interpreter import named_interpreter
 from arpo.tools.sandbox.limits import CallLimits
-from arpo.tools.sandbox.wire import MAX_CODE_BYTES, Reply
+from arpo.tools.sandbox.wire import FILE_MARK, MAX_CODE_BYTES, Reply
 
 FENCED = re.compile(r"\A\s*```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
 CUT = "\n... [output truncated] ...\n"
+PLOTS = re.compile("matplotlib|plot|pylab|seaborn")
+LIST_FONTS = """
+import base64, os, zlib
+import matplotlib
+from matplotlib.font_manager import FontManager
+path = os.path.join(matplotlib.get_cachedir(), f"fontlist-v{FontManager.__version__}.json")
+with open(path, "rb") as file:
+    print(os.path.relpath(path, os.environ["HOME"]), base64.b64encode(zlib.compress(file.read())).decode())
+"""
+"""Prints the name and the content of the file in which matplotlib keeps what it has found."""
 STDERR = "\n[stderr]\n"
 OVERWRITTEN = re.compile(r"[^\n]*\r(?!\n)")
 """What a progress bar has written before its last state."""
@@ -88,6 +98,7 @@ class PythonTool:
         # Own threads: one per call that runs, the others wait before their clock starts. asyncio's default pool is
         # shared with everybody and has few.
         self._threads = ThreadPoolExecutor(cfg.max_concurrent, thread_name_prefix="arpo-python")
+        self._fonts: Future[Reply] | None = None
 
     def limits(self, cfg: PythonConfig) -> CallLimits:
         return CallLimits(wall_s=cfg.wall_s, cpu_s=cfg.cpu_s, memory_bytes=cfg.memory_mib << 20)
@@ -98,7 +109,17 @@ class PythonTool:
         return refuse(code) or await self._run(code)
 
     async def _run(self, code: str) -> ToolResult:
+        if PLOTS.search(code) and len(code) < MAX_CODE_BYTES // 2:
+            code = self._font_list() + code
         return self._result(await self._on_thread(self.sandbox.run, code))
+
+    def _font_list(self) -> str:
+        """Return what gives a call matplotlib's list of fonts, or "" as long as there is none. A call starts without
+        files, so each would search for the fonts, which is half a second of its CPU limit."""
+        if self._fonts is None or (self._fonts.done() and self._fonts.result().status not in ("ok", "error")):
+            self._fonts = self._threads.submit(self.sandbox.run, LIST_FONTS)  # the calls meanwhile do without
+        is_listed = self._fonts.done() and self._fonts.result().status == "ok"
+        return f"{FILE_MARK}{self._fonts.result().stdout.strip()}\n" if is_listed else ""
 
     async def _on_thread(self, action: Callable, *arguments: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, action, *arguments)

@@ -120,6 +120,27 @@ def test_the_calls_of_both_forms_leave_evenly_indented_code_whole():
     assert tags.argument == checked_call("", "python", {"code": body}, schema).argument == "x = 1\nif x:\n    x"
 
 
+@pytest.mark.slow  # matplotlib takes its time on a busy machine
+@pytest.mark.parametrize("tier", TIERS)
+def test_matplotlib_searches_for_fonts_once_and_not_in_each_call(tier):
+    """matplotlib/matplotlib#32246, #7592."""
+    pytest.importorskip("matplotlib")
+    tool = start(dataclasses.replace(SMALL, wall_s=300.0, memory_mib=512), tier=tier)
+    folder = "import os\nfolder = os.path.expanduser('~/.cache/matplotlib')\n"
+    code = f"""{folder}
+    [name] = os.listdir(folder)
+    before = os.stat(f"{{folder}}/{{name}}")
+    import matplotlib.pyplot as plt
+    plt.plot([1, 2])
+    plt.savefig("a.png")
+    name[:10], before.st_mtime_ns == os.stat(f"{{folder}}/{{name}}").st_mtime_ns, os.path.getsize("a.png") > 1000
+    """
+    assert text_of(tool, f"{folder}os.path.exists(folder)  # plot nothing") == "False"  # which starts the search
+    assert tool._fonts.result().status == "ok"
+    assert text_of(tool, code.replace("\n    ", "\n")) == "('fontlist-v', True, True)"
+    asyncio.run(tool.aclose())
+
+
 def test_an_error_survives_long_output(tool):
     [result] = run(tool, "print('a' * 5000)\n1 / 0")
     assert len(result.text) <= MAX_CHARS

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 HELLO = b"\1"
 """The first byte that a supervisor sends: from here on the call has a supervisor of its own."""
 MAX_CODE_BYTES = 1 << 20
+FILE_MARK = "\0file "
+"""Before code that begins with a line of a path below HOME and a file's content, compressed, in base64. No code of a
+model has a NUL."""
 MAX_STREAM_BYTES = 64 << 20
 """Largest output stream that is accepted; the supervisor keeps fewer bytes with any setting."""
 _LENGTH = struct.Struct("!I")

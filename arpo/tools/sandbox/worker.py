@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import base64
 import builtins
 import contextlib
 import gc
@@ -15,12 +16,14 @@ import tempfile
 import threading
 import traceback
 import types
+import zlib
 from typing import NoReturn
 
 from . import syscalls as kernel
 from .folder import FolderJail
 from .limits import NICE
 from .namespaces import NamespaceJail
+from .wire import FILE_MARK
 
 CHANNEL_FD = 3
 """Descriptor from which the code comes, and to which a worker writes why it could not be confined. For a single call it
@@ -71,7 +74,7 @@ def run_worker(
             os._exit(1)
     with open(CHANNEL_FD, "rb", buffering=0) as channel:
         code = channel.read().decode()
-    exit_code = run_code(code, new_main())
+    exit_code = run_code(_without_file(code), new_main())
     os._exit(_finish() or exit_code)
 
 
@@ -122,6 +125,19 @@ def run_code(code: str, main: types.ModuleType) -> int:
         _complain("".join(traceback.format_exception_only(type(error), error)))
         return 1
     return 0
+
+
+def _without_file(code: str) -> str:
+    """Write the file that comes with the code, and return the code. See wire.FILE_MARK."""
+    if not code.startswith(FILE_MARK):
+        return code
+    line, _, code = code.removeprefix(FILE_MARK).partition("\n")
+    name, content = line.split()
+    path = os.path.join(os.environ["HOME"], name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(zlib.decompress(base64.b64decode(content)))
+    return code
 
 
 def _complain(text: str) -> None:
