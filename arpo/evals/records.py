@@ -20,6 +20,7 @@ from typing import Any
 
 from arpo.config.bounded import parse_json, read_file
 from arpo.config.named import brief
+from arpo.config.typed import check_types
 from arpo.errors import UserError
 from arpo.log.dumps import dump_line, read_dump
 from arpo.protocol import FORMS
@@ -115,7 +116,7 @@ def as_record(trajectory: Trajectory, row: dict[str, Any], place: str) -> Record
     if (protocol := str(row.get("protocol", "tags"))) not in FORMS:
         raise UserError(f"{place}: its calls are in the form {protocol!r}; pass it as --protocol.format")
     try:
-        return Record(
+        record = Record(
             benchmark=row["benchmark"],
             question_id=trajectory.prompt_id,
             sample=row["sample"],
@@ -134,8 +135,12 @@ def as_record(trajectory: Trajectory, row: dict[str, Any], place: str) -> Record
             tools=tuple(row["tools"]),
             protocol=row["protocol"],
         )
+        check_types(record)
+        return record
     except KeyError as error:
         raise UserError(f"{place}: no trajectory of an evaluation ({error} is missing); remove the line") from None
+    except TypeError as error:
+        raise UserError(f"{place}: no trajectory of an evaluation ({error}); remove the line") from None
 
 
 # ---- grades
@@ -179,7 +184,9 @@ def read_grades(path: Path) -> list[Grade]:
     grades: list[Grade] = []
     try:
         for line in read_file(path).decode().split("\n")[:-1]:
-            grades.append(Grade(**parse_json(line)))
+            grade = Grade(**parse_json(line))
+            check_types(grade)
+            grades.append(grade)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}:{len(grades) + 1}: cannot read the grades ({brief(error)}); regrade the run") from None
     return grades

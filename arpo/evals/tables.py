@@ -45,6 +45,7 @@ def with_interval(mean: float, low: float, high: float, sign: str = "", digits: 
 def replace_file(path: Path, parts: Iterable[str]) -> None:
     """Write a file made of these parts, whole or not at all."""
     writing = path.with_name(path.name + ".tmp")
-    with writing.open("w", encoding="utf-8", errors="replace") as file:
+    writing.unlink(missing_ok=True)  # a run of somebody else may have a link there
+    with writing.open("x", encoding="utf-8", errors="replace") as file:
         file.writelines(parts)
     writing.replace(path)

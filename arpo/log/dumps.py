@@ -19,6 +19,7 @@ from pathlib import Path
 
 from arpo.config.bounded import parse_json
 from arpo.config.named import brief
+from arpo.config.typed import check_types
 from arpo.errors import UserError
 from arpo.trajectory import BranchDecision, Context, Group, ToolCall, Trajectory, Turn
 
@@ -113,8 +114,9 @@ def _parsed(line: bytes, place: str) -> tuple[Trajectory, dict]:
         for turn in t.turns:
             turn.tool_calls = [ToolCall(**call) for call in turn.tool_calls]
             turn.decision = BranchDecision(**turn.decision) if turn.decision else None
-        if not isinstance(t.reward, int | float | None):
-            raise TypeError(f"reward {t.reward!r} is not a number")
+        decisions = [turn.decision for turn in t.turns if turn.decision]
+        for one in (t, *t.turns, *t.tool_calls, *decisions, *t.contexts):
+            check_types(one)
         t.check()
         return t, row
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:

@@ -14,13 +14,21 @@ const span = (kind, ...kids) => el("span", {class: kind}, ...kids);
 // Marks that turn the direction of what follows would show a text in another order than the model wrote it in.
 const plain = text => String(text).replace(/[\u200e\u200f\u202a-\u202e\u2066-\u2069]/g,
   c => `⟨U+${c.codePointAt(0).toString(16).toUpperCase()}⟩`);
-const prose = (tag, attributes, text) => el(tag, {dir: "auto", ...attributes}, plain(text));
+const MOST_SHOWN = 100000;  // characters of a text: browsers take minutes for megabytes of it
+
+function words(text) {
+  const all = plain(text), half = MOST_SHOWN / 2;
+  if (all.length <= MOST_SHOWN) return [all];
+  return [all.slice(0, half), span("warn", ` … ${all.length - MOST_SHOWN} characters are not shown … `), all.slice(-half)];
+}
+const prose = (tag, attributes, text) => el(tag, {dir: "auto", ...attributes}, ...words(text));
 
 const isNumber = value => typeof value === "number";  // else null (unknown), or a word: "nan", "inf", "-inf"
 const fixed = (value, digits = 2) => isNumber(value) ? value.toFixed(digits) : String(value ?? "–");
 const short = (value, digits = 3) => isNumber(value) ? String(Number(value.toFixed(digits))) : fixed(value);
 const sign = value => value > 0 ? "good" : value < 0 ? "bad" : "soft";
-const seconds = s => s < 1 ? `${(s * 1000).toFixed(s < 0.01 ? 1 : 0)} ms` : `${s.toFixed(1)} s`;
+const finite = value => isNumber(value) ? value : 0;
+const seconds = s => !isNumber(s) ? fixed(s) : s < 1 ? `${(s * 1000).toFixed(s < 0.01 ? 1 : 0)} ms` : `${s.toFixed(1)} s`;
 const signed = value => (value > 0 ? "+" : "") + fixed(value);
 const OUTCOMES = {branched: ["◆", "good"], declined: ["◇", "soft"], no_budget: ["∅", "warn"],
                   refused: ["⊘", "warn"]};  // mark, colour

@@ -4,9 +4,9 @@ const numBranches = group => count(group.trajectories, t => t.parent_id !== null
 const most = (group, of) => Math.max(...group.trajectories.map(of));
 const SORTS = {  // what stands first has the highest
   worst: group => -(group.mean_reward ?? Infinity), best: group => group.mean_reward ?? -Infinity, branches: numBranches,
-  entropy: group => most(group, t => Math.max(...t.turns.map(turn => turn.entropy ?? 0))),
+  entropy: group => most(group, t => Math.max(...t.turns.map(turn => finite(turn.entropy)))),
   tokens: group => most(group, t => t.num_tokens),
-  wait: group => most(group, t => t.turns.flatMap(turn => turn.tool_calls).reduce((sum, call) => sum + call.seconds, 0)),
+  wait: group => most(group, t => t.turns.flatMap(turn => turn.tool_calls).reduce((sum, call) => sum + finite(call.seconds), 0)),
 };
 let haystacks = [];  // of each group, all its text in lower case
 

@@ -6,10 +6,12 @@ Reads dumps of older versions too: what those do not have (token texts, token en
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 
+from arpo.config.named import brief
+from arpo.config.typed import check_types
 from arpo.errors import UserError
 from arpo.evals.records import read_grades
 from arpo.log.dumps import read_dump
@@ -25,6 +27,17 @@ DIGITS = 3
 """Decimals of a token's logprob and entropy (nats) on the page; the dump has all."""
 
 
+@dataclass
+class Head:
+    """What a line says of its prompt."""
+
+    question: str
+    answers: list[str]
+    data_source: str
+    sampled_by: int | str | None
+    messages: list[dict] = field(default_factory=list)
+
+
 def read_groups(dumps: Sequence[Path], grades: Path | None, max_groups: int) -> tuple[list[dict], int]:
     """Return the first `max_groups` groups as the page shows them, and the number of groups in the dumps.
 
@@ -37,15 +50,14 @@ def read_groups(dumps: Sequence[Path], grades: Path | None, max_groups: int) -> 
     num_groups, prompt_id, seen = 0, None, set()  # `seen`: trajectory ids of the current group
     for place, trajectory, row in chain.from_iterable(map(read_dump, dumps)):
         try:
-            head = {"question": row["question"], "answers": row["answers"]}
-            head |= {name: row.get(name, "") for name in ("messages", "data_source", "sampled_by")}  # new ones
+            head = head_of(row)
             grade = graded.get((trajectory.prompt_id, row.get("sample")))
             if grade:
                 trajectory.reward, trajectory.reward_parts = grade.correct, grade.scores
                 trajectory.reward_reason = grade.reason
             view = trajectory_view(trajectory) | {"grade": asdict(grade) if grade else None}
-        except (ValueError, KeyError) as error:
-            raise UserError(f"{place}: not a trajectory ({error!r}); drop the line or dump again") from None
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{place}: not a trajectory ({brief(error)}); drop the line or dump again") from None
         # One prompt may come twice in a step: a path that comes again starts the next group.
         if trajectory.prompt_id != prompt_id or trajectory.trajectory_id in seen:
             prompt_id, seen, num_groups = trajectory.prompt_id, set(), num_groups + 1
@@ -59,6 +71,17 @@ def read_groups(dumps: Sequence[Path], grades: Path | None, max_groups: int) -> 
     for group in groups:
         group |= group_summary([t["reward"] for t in group["trajectories"]])
     return groups, num_groups
+
+
+def head_of(row: dict) -> dict:
+    """Return what the page shows of a group besides its trajectories. Raises KeyError and TypeError.
+
+    Older dumps have neither messages nor a source.
+    """
+    head = Head(row["question"], row["answers"], *(row.get(name, "") for name in ("data_source", "sampled_by")))
+    head.messages = row.get("messages", [])
+    check_types(head)
+    return asdict(head)
 
 
 def put_beside(groups: list[dict], others: list[dict], name: str) -> None:
@@ -78,6 +101,9 @@ def trajectory_view(t: Trajectory) -> dict:
 
     Raises ValueError where the texts are not those of its turns.
     """
+    places = [place for turn in t.turns for place in (turn.start, turn.end, turn.result_end)]
+    if places != sorted(places) or not 0 <= t.fork_at <= len(t.token_ids) or min(places, default=0) < 0:
+        raise ValueError("turns that overlap, or a fork outside of the response")
     num_sampled = t.num_sampled_tokens
     num_spans = sum((turn.end > turn.start) + (turn.result_end > turn.end) for turn in t.turns)
     if num_spans != len(t.segments):

@@ -140,4 +140,7 @@ async function start() {
   window.addEventListener("hashchange", showAddress);
   showAddress();
 }
-start();
+start().catch(error => {  // never a blank page
+  $("title").textContent = `this page cannot be drawn: ${error}`;
+  throw error;
+});

@@ -57,7 +57,11 @@ function drawAbout(group) {
 const COLOURS = [["none", "not at all"], ["logprob", "by logprob"], ["entropy", "by entropy"]];
 
 function ownerOf(group, t, index) {  // the trajectory that sampled a turn: a branch took it over from an ancestor
-  while (t.turns[index].inherited && parentOf(group, t)) t = parentOf(group, t);
+  const seen = new Set();  // of damaged dumps: parents in a circle, or with fewer turns
+  for (let owner = t; owner?.turns[index] && !seen.has(owner); owner = parentOf(group, owner)) {
+    if (!owner.turns[index].inherited) return owner;
+    seen.add(owner);
+  }
   return t;
 }
 
@@ -66,7 +70,7 @@ const degree = share => share >= 0.6 ? "much" : share >= 0.2 ? "some" : "";
 
 function tokenNodes(group, t, index) {  // the text of a turn, a span for each token; null where it has no tokens' texts
   const turn = ownerOf(group, t, index).turns[index], nodes = [];
-  if (state.colour === "none" || !turn.chars?.length) return null;
+  if (state.colour === "none" || !turn.chars?.length || turn.text.length > MOST_SHOWN) return null;
   let at = turn.text.length - turn.chars.reduce((sum, size) => sum + size, 0);
   if (at > 0) nodes.push(plain(turn.text.slice(0, at)));  // what the prompt opened
   turn.chars.forEach((size, i) => {
@@ -130,7 +134,7 @@ function difference(t, other) {  // [turn of t after which it is shown, element]
 
 function drawTurn(group, t, turn, index) {
   const d = turn.decision, calls = turn.tool_calls;
-  const text = el("pre", {dir: "auto"}, ...(tokenNodes(group, t, index) ?? [plain(turn.text)]));
+  const text = el("pre", {dir: "auto"}, ...(tokenNodes(group, t, index) ?? words(turn.text)));
   const body = el("div", {class: "body"}, text);
   const chip = el("span", {class: "chip", style: `background: ${heat(turn.entropy)}`}, `H ${short(turn.entropy, 4)}`);
   const side = el("div", {class: "small"}, el("h3", {}, `turn ${index} `), chip,

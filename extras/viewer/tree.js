@@ -19,6 +19,8 @@ function treeOrder(group) {  // [[trajectory, depth]], parents first; late forks
     children.forEach(t => { order.push([t, depth]); visit(t.trajectory_id, depth + 1); });
   }
   visit(null, 0);
+  const found = new Set(order.map(([t]) => t));  // of parents in a circle none is reached
+  order.push(...group.trajectories.filter(t => !found.has(t)).map(t => [t, 0]));
   return order;
 }
 
@@ -35,29 +37,33 @@ function pathOf(group, trajectory) {  // Map: id of it or an ancestor -> how man
 // A branch whose text is its parent's, letter by letter: it cost its tokens, and taught nothing.
 const repeats = (group, t) => Boolean(parentOf(group, t)) && divergence(t, parentOf(group, t)) === null;
 
+const MAX_ANSWER = 20000;  // characters at the end of a response in which its answer is looked for
+
 function answerOf(t) {  // what it answered, as far as that can be told; "" = nothing
-  const text = t.turns.at(-1)?.text.split("</think>").at(-1) ?? "", block = text.match(/<answer>([^]*?)(<\/answer>|$)/)?.[1];
+  const text = t.turns.at(-1)?.text.split("</think>").at(-1).slice(-MAX_ANSWER) ?? "", block = text.match(/<answer>([^]*?)(<\/answer>|$)/)?.[1];
   const boxes = [...(block ?? text).matchAll(/\\boxed\{([^]*?)\}(?![^{]*\})/g)];
   return (t.grade?.prediction ?? boxes.at(-1)?.[1] ?? block ?? "").replace(/\s+/g, " ").trim();
 }
 const rightness = t => t.reward_parts.accuracy ?? null;  // null: the reward does not say
 const verdict = t => rightness(t) === null ? "" : rightness(t) > 0 ? "✓" : "✗";
 
+const MOST_LETTERS = 200;  // of a cell, for which there is room
+
 function cut(words, width, isSmall) {  // as much of it as fits
-  if (widthOf(words, isSmall) <= width) return words;
-  let at = words.length;
+  if (words.length <= MOST_LETTERS && widthOf(words, isSmall) <= width) return words;
+  let at = Math.min(words.length, MOST_LETTERS);
   while (at > 0 && widthOf(words.slice(0, at) + "…", isSmall) > width) at--;
   return words.slice(0, at).trimEnd() + "…";
 }
 
-const waited = calls => Math.max(...calls.map(call => call.seconds));  // for those of a turn, which run at once
+const waited = calls => Math.max(...calls.map(call => finite(call.seconds)));  // for those of a turn, which run at once
 
 function layout(group, width) {  // x(turn, index, part) in pixels; part 0 = start, 1 = end, 2 = end of the result
   if (state.scale === "turns") {
-    const column = Math.min(Math.max(width / Math.max(...group.trajectories.map(t => t.turns.length)), 250), 340);
+    const column = Math.min(Math.max(width / Math.max(1, ...group.trajectories.map(t => t.turns.length)), 250), 340);
     return (turn, index, part) => 14 + index * column + [0, 110, column - 14][part];
   }
-  const perToken = width / Math.max(...group.trajectories.map(t => t.num_tokens));
+  const perToken = width / Math.max(1, ...group.trajectories.map(t => t.num_tokens));
   return (turn, index, part) => 14 + perToken * [turn.start, turn.end, turn.result_end][part];
 }
 
@@ -125,7 +131,7 @@ function drawTree(group) {
   const order = treeOrder(group), path = pathOf(group, state.trajectory), hadFocus = $("tree").contains(document.activeElement);
   const room = Math.max($("tree").clientWidth - (isPhone() ? 130 : 265) - END, 300), x = layout(group, room), y = i => HEAD + ROW * i;
   const lanes = new Map(order.map(([t], i) => [t.trajectory_id, y(i)]));
-  const end = Math.max(...group.trajectories.flatMap(t => t.turns.map((turn, i) => x(turn, i, 2)))) + END;
+  const end = Math.max(0, ...group.trajectories.flatMap(t => t.turns.map((turn, i) => x(turn, i, 2)))) + END;
   const head = el("div", {class: "row soft small", style: `height: ${HEAD}px`, "aria-hidden": "true"},
     ...["trajectory", "reward", "adv.", "tokens"].map(name => span("", name)));
   const bands = [], links = [], cells = [];

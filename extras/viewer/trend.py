@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, isfinite
 from pathlib import Path
 
 from arpo.log import read_metrics
@@ -26,7 +27,7 @@ def read_trend(run: Path) -> list[dict]:
 
     Charts without a number are left out. Raises UserError as `read_metrics` does.
     """
-    rows = read_metrics(run)
+    rows = read_metrics(run, [name for _, names in CHARTS for name in names])
     charts = []
     for title, names in CHARTS:
         found = {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}
@@ -41,7 +42,8 @@ def entropy_scale(run: Path) -> float | None:
 
     Twice the highest mean of a step: a few turns lie beyond, and a policy that has become sure is pale.
     """
-    means = [row[name] for row in read_metrics(run) for name in ("entropy/root", "entropy/after_tool") if name in row]
+    names = ("entropy/root", "entropy/after_tool")
+    means = [row[name] for row in read_metrics(run, names) for name in names if isfinite(row.get(name, inf))]
     return 2 * max(means) if means and max(means) > 0 else None
 
 

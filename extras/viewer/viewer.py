@@ -10,7 +10,8 @@ A picture of one tree: open `file://$PWD/RUN/viewer.html#0/0&poster` with chromi
 
 Each page is self-contained: it opens with file://, loads nothing, and shows what the model wrote as text only. The data
 of a dump is packed (gzip) into its page, so that a page is about as large as the dump. A page is written again only
-when its dump, the options or this code have changed; its list of steps and its trend are renewed each time.
+when its dump, the options or this code have changed; its list of steps and its trend are renewed each time. A page
+that this user's viewer did not write (seal.py) is made again from its dump, or left out.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from arpo.errors import UserError
 from arpo.evals.records import grades_path
 from arpo.evals.tables import replace_file
 from extras.viewer.groups import put_beside, read_groups
+from extras.viewer.seal import RUN_DATA, own_page, sealed
 from extras.viewer.trend import entropy_scale, read_trend
 
 SCRIPTS = ("elements.js", "base.js", "tree.js", "text.js", "filters.js", "trend.js", "main.js")
@@ -40,9 +42,6 @@ REPORTS = ("report.md", "eval/report.md")
 DUMP_NAME = re.compile(r"(.+)_(\d+)\.jsonl(\.gz)?")
 SET_NAME = re.compile(r"(.+)\.\d+\.jsonl")
 PAGE_NAME = re.compile(r"(.+)_(\d+)\.html")
-RUN_DATA = re.compile(rb'(<script type="application/json" id="run">)(.*?)(</script>)', re.DOTALL)
-STAMP_WITHIN = 1000
-"""Bytes at the start of a page in which its stamp stands."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,8 @@ def title_of(run: Path, dump: Dump) -> str:
     return f"{run.resolve().name} · {dump.name}"
 
 
-def stamp_of(run: Path, dump: Dump, max_groups: int) -> str:
-    """Return what a page's head says of its origin: it changes with the dump, the options and the viewer's code.
+def origin_of(run: Path, dump: Dump, max_groups: int) -> str:
+    """Return a digest of what a page is made of: the dump, the options and the viewer's code.
 
     Raises UserError for a dump that is not there.
     """
@@ -127,7 +126,7 @@ def stamp_of(run: Path, dump: Dump, max_groups: int) -> str:
         except OSError as error:
             raise UserError(f"{path}: cannot read the dump ({error.strerror}); check the path") from None
         origin += [stat.st_size, stat.st_mtime_ns]
-    return f"arpo-view {hashlib.sha256(repr(origin).encode()).hexdigest()[:32]}"
+    return hashlib.sha256(repr(origin).encode()).hexdigest()[:32]
 
 
 def page_path(run: Path, dump: Dump) -> Path:
@@ -136,17 +135,18 @@ def page_path(run: Path, dump: Dump) -> Path:
 
 
 def pages_of(run: Path) -> list[Path]:
-    """Return the pages that are there, of all dumps of the run."""
-    return sorted((run / "viewer").glob("*.html"))
+    """Return the pages in RUN/viewer that this user's viewer wrote, also of dumps that are gone. Tell of others."""
+    pages = sorted((run / "viewer").glob("*.html"))
+    strange = [path for path in pages if own_page(path) is None]
+    if strange:
+        told = f"{strange[0]}{f' and {len(strange) - 1} more' if len(strange) > 1 else ''}"
+        print(f"warning: left out, as this user's arpo-view did not write it: {told}; remove it")
+    return [path for path in pages if path not in strange]
 
 
-def is_current(run: Path, dump: Dump, max_groups: int) -> bool:
-    """Return True where the dump's page is there and was made of the dump as it is now. Raises UserError without it."""
-    page, stamp = page_path(run, dump), stamp_of(run, dump, max_groups).encode()
-    if not page.exists():
-        return False
-    with page.open("rb") as file:
-        return stamp in file.read(STAMP_WITHIN)
+def current_page(run: Path, dump: Dump, max_groups: int) -> bytes | None:
+    """Return the dump's page if it is there and was made of the dump as it is now. Raises UserError without a dump."""
+    return own_page(page_path(run, dump), origin_of(run, dump, max_groups))
 
 
 def page_of(run: Path, dump: Dump, max_groups: int, other: tuple[str, Dump] | None = None) -> bytes:
@@ -162,7 +162,7 @@ def page_of(run: Path, dump: Dump, max_groups: int, other: tuple[str, Dump] | No
         raise UserError(f"{dump.paths[0]}: a trajectory is nested too deep; drop its line or dump again") from None
     # mtime 0: the same dump makes the same page, byte for byte
     packed = base64.b64encode(gzip.compress(script, 6, mtime=0)).decode()
-    return template().replace("@@STAMP@@", stamp_of(run, dump, max_groups)).replace("@@DATA@@", packed).encode()
+    return sealed(template().replace("@@DATA@@", packed).encode(), origin_of(run, dump, max_groups))
 
 
 def script_json(tree: object) -> str:
@@ -183,22 +183,29 @@ def with_run_data(page: bytes, data: dict) -> bytes:
     return RUN_DATA.sub(lambda match: match[1] + packed + match[3], page, count=1)
 
 
-def run_data(run: Path, dumps: list[Dump], trend: list[dict], *, page: Path, shown: str | None) -> dict:
+def run_data(
+    run: Path, dumps: list[Dump], trend: list[dict], *, pages: list[Path], page: Path, shown: str | None
+) -> dict:
     """Return what `page` says of the whole run: steps, links to their pages, trend. `shown`: name of its own dump."""
 
-    def link(target: Path) -> str | None:
-        return Path(os.path.relpath(target, page.parent)).as_posix() if target.exists() else None
+    def link(target: Path, there: bool) -> str | None:
+        return Path(os.path.relpath(target, page.parent)).as_posix() if there else None
 
     shown_as = {dump.name: dump for dump in dumps}
-    for path in pages_of(run):  # a page stays when its dump is pruned
+    for path in pages:  # a page stays when its dump is pruned
         if path.stem not in shown_as and (match := PAGE_NAME.fullmatch(path.name)):
             shown_as[path.stem] = Dump(path.stem, match[1], int(match[2]), ())
     return {
         "trend": trend,
         "entropy": entropy_scale(run),
-        "reports": [found for report in REPORTS if (found := link(run / report))],
+        "reports": [link(run / report, True) for report in REPORTS if (run / report).exists()],
         "steps": [
-            {"kind": one.kind, "step": one.step, "shown": one.name == shown, "page": link(page_path(run, one))}
+            {
+                "kind": one.kind,
+                "step": one.step,
+                "shown": one.name == shown,
+                "page": link(page_path(run, one), page_path(run, one) in pages),
+            }
             for one in sorted(shown_as.values(), key=lambda dump: dump.order)
         ],
     }
@@ -233,6 +240,8 @@ def make_pages(args: argparse.Namespace) -> None:
     if args.pages < 0:
         raise UserError(f"--pages {args.pages}: must be at least 0")
     run, dumps = args.run, dumps_of(args.run)
+    if (run / "viewer").is_symlink():  # which may lead anywhere
+        raise UserError(f"{run / 'viewer'}: is a link, to which no page is written; remove it")
     shown = known_dump(args.file, dumps) if args.file else choose_dump(run, dumps, step=args.step)
     if args.beside:
         name, other = beside(args.beside, shown)
@@ -241,15 +250,15 @@ def make_pages(args: argparse.Namespace) -> None:
         print(out)
         return
     trend = read_trend(run)
-    is_there = is_current(run, shown, args.max_groups)
-    page = page_path(run, shown).read_bytes() if is_there else page_of(run, shown, args.max_groups)
+    page = current_page(run, shown, args.max_groups) or page_of(run, shown, args.max_groups)
     damaged = [] if args.out else write_folder(run, newest(dumps, args.pages), args.max_groups, (shown, page))
     out = args.out or run / "viewer.html"
     name = shown.name if shown in dumps else None
-    write(out, with_run_data(page, run_data(run, dumps, trend, page=out, shown=name)))
-    for path in [] if args.out else pages_of(run):
+    pages = pages_of(run)
+    write(out, with_run_data(page, run_data(run, dumps, trend, pages=pages, page=out, shown=name)))
+    for path in [] if args.out else pages:
         old = path.read_bytes()
-        new = with_run_data(old, run_data(run, dumps, trend, page=path, shown=path.stem))
+        new = with_run_data(old, run_data(run, dumps, trend, pages=pages, page=path, shown=path.stem))
         if new != old:
             write(path, new)
     for message in damaged:
@@ -288,7 +297,7 @@ def write_folder(run: Path, dumps: list[Dump], max_groups: int, known: tuple[Dum
     """
     problems = []
     for dump in dumps:
-        if is_current(run, dump, max_groups):
+        if current_page(run, dump, max_groups):
             continue
         try:
             page = known[1] if dump == known[0] else page_of(run, dump, max_groups)

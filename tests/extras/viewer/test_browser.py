@@ -1,19 +1,22 @@
 """The viewer in a real browser: what it shows of trees, decisions, texts and tokens."""
 
 import html
+import json
 import math
 import re
 from copy import deepcopy
 from dataclasses import replace
 
 import pytest
+from helpers import viewer_pages
 from helpers.browser import needs_browser
 from helpers.sample_groups import HOSTILE
-from helpers.viewer_pages import READY, ROWS, write_page
+from helpers.viewer_pages import READY, ROWS, make_run, write_page
 
 from arpo.config.sections import RunConfig
 from arpo.log import RunLog
 
+EMPTY_LISTS = ("turns", "segments", "token_ids", "loss_mask", "rollout_logprobs", "token_chars")
 pytestmark = needs_browser
 
 
@@ -162,3 +165,22 @@ def test_tokens_are_coloured_by_entropy_where_it_was_measured(browser, shown_run
         coloured = browser.js(f"document.querySelectorAll('#turn-{index} .token[style]').length")
         assert coloured == min(20, turn.end - turn.start), index
     assert "recorded for the first tokens of each turn only" in browser.text("#view")
+
+
+@pytest.mark.parametrize("damage", [
+    lambda row: row["turns"][0]["tool_calls"][0].update(seconds=math.nan),
+    lambda row: row["turns"][0].update(entropy=math.nan),
+    lambda row: row.update({name: [] for name in EMPTY_LISTS}, fork_at=0),
+    lambda row: row.update(parent_id=row["trajectory_id"], turns=[turn | {"inherited": True} for turn in row["turns"]]),
+    lambda row: row.update(messages=[{}], answers=[], question="", trajectory_id=""),
+    lambda row: (row["segments"][-1].__setitem__(0, "x" * 3_000_000), row.update(token_chars=[])),
+], ids=["NaN seconds", "NaN entropy", "no turns", "its own parent", "empty texts", "a word of 3 MB"])  # fmt: skip
+def test_odd_dumps_are_drawn(browser, tmp_path, groups, damage):
+    run = make_run(tmp_path / "runs" / "odd", groups)
+    dump = run / "trajectories" / "step_000010.jsonl.gz"
+    [first, *others] = map(json.loads, viewer_pages.read_dump(dump).splitlines())
+    damage(first)
+    viewer_pages.write_dump(dump, "".join(json.dumps(row) + "\n" for row in [first, *others]))
+    write_page(run, "--pages", "0")
+    browser.open(run / "viewer.html", "#0/" + first["trajectory_id"], ready=READY)
+    assert browser.text("#title") == "odd · step_000010" and "trajectory" in browser.text("#trajectory h2")

@@ -16,7 +16,7 @@ from arpo.errors import UserError
 from arpo.evals.scores import summarize
 from arpo.log import RunLog
 from extras.viewer import groups as reading
-from extras.viewer import viewer
+from extras.viewer import seal, viewer
 from extras.viewer.trend import CHARTS, MAX_POINTS, read_trend, thinned
 
 
@@ -176,6 +176,55 @@ def test_only_the_newest_get_pages_and_those_of_pruned_dumps_stay(run):
     assert steps[-1] == {"kind": "valid", "step": 20, "page": "viewer/valid_000020.html", "shown": False}
 
 
+def test_a_page_that_came_with_a_run_is_made_again_or_left_out(run, capsys, monkeypatch, tmp_path):
+    write_page(run)
+    own, strange = run / "viewer" / "step_000010.html", run / "viewer" / "step_000001.html"
+    genuine = own.read_bytes()
+    for damage in (
+        genuine.replace(b"default-src 'none'", b"default-src *   "),
+        genuine.replace(b"</body>", b"<script>evil</script></body>"),
+        genuine[:900] + b"<script>evil</script>",
+    ):
+        own.write_bytes(damage)
+        strange.write_bytes(damage)
+        (run / "viewer" / "step_000002.html").symlink_to("/dev/zero")
+        entry = write_page(run)
+        assert own.read_bytes() == genuine and "evil" not in entry
+        assert [one["step"] for one in run_data_of(entry)["steps"]] == [9, 10, 20]
+        (run / "viewer" / "step_000002.html").unlink()
+    assert f"did not write it: {strange} and 1 more; remove" in capsys.readouterr().out
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "of somebody else"))
+    seal._key.cache_clear()
+    with pytest.raises(TypeError):  # made again
+        monkeypatch.setattr(viewer, "page_of", None)
+        write_page(run)
+    seal._key.cache_clear()
+
+
+def test_no_page_is_written_through_a_link(run, tmp_path, capsys):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").write_text("mine")
+    (run / "viewer").symlink_to(victim)
+    with pytest.raises(SystemExit):
+        viewer.main([str(run)])
+    assert "viewer: is a link, to which no page is written; remove it" in capsys.readouterr().err
+    (run / "viewer").unlink()
+    for name in ("viewer.html", "viewer.html.tmp", "beside_other.html.tmp"):
+        (run / name).symlink_to(victim / "file")
+    write_page(run)
+    viewer.main(
+        [
+            str(run),
+            "--beside",
+            str(run / "trajectories" / "step_000010.jsonl.gz"),
+            "--out",
+            str(run / "beside_other.html"),
+        ]
+    )
+    assert (victim / "file").read_text() == "mine" and [path.name for path in victim.iterdir()] == ["file"]
+
+
 def test_no_pages_but_the_one_asked_for(run, tmp_path):
     assert [one["page"] for one in run_data_of(write_page(run, "--pages", "0"))["steps"]] == [None] * 3
     viewer.main([str(run), "--out", str(tmp_path / "page.html")])
@@ -281,6 +330,14 @@ def test_bad_choices_of_a_dump_say_what_there_is(run, tmp_path, capsys):
         assert stop.value.code == 2 and message in error and error.count("\n") == 1
 
 
+def with_value(*path: str | int, value: object, line: str) -> str:
+    row = part = json.loads(line)
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    return json.dumps(row)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -291,6 +348,35 @@ def test_bad_choices_of_a_dump_say_what_there_is(run, tmp_path, capsys):
         lambda line: line.replace('"loss_mask": [', '"loss_mask": [1, '),
         lambda line: line.replace('"segments": [', '"segments": [["more", true], '),
         lambda line: line.replace('"reward": 1.0', '"reward": "good"'),
+        *(
+            lambda line, path=path, value=value: with_value(*path, value=value, line=line)
+            for path, value in [
+                (["messages"], None),
+                (["messages"], {}),
+                (["messages"], [None]),
+                (["answers"], None),
+                (["answers"], 4),
+                (["answers"], [4]),
+                (["question"], ["parts"]),
+                (["prompt_id"], ["a"]),
+                (["trajectory_id"], 0),
+                (["parent_id"], 1),
+                (["fork_at"], 1 << 40),
+                (["reward_parts"], {"accuracy": "1"}),
+                (["advantage"], {}),
+                (["turns", 0, "entropy"], "high"),
+                (["turns", 0, "tool_calls", 0, "seconds"], "1"),
+                (["turns", 0, "tool_calls", 0, "argument"], None),
+                (["turns", 0, "tool_calls", 0, "ok"], 1),
+                (["turns", 0, "decision"], {"entropy": 1}),
+                (["turns", 0, "end"], -1),
+                (["turns", 0, "start"], True),
+                (["segments", 0], ["text"]),
+                (["stop_reason"], 3),
+                (["token_chars"], [0.5]),
+                (["contexts"], [4]),
+            ]
+        ),
     ],
 )
 def test_a_malformed_line_is_named(run, damage):

@@ -1,0 +1,67 @@
+"""Checks the values of a dataclass that were read from JSON against the types of its fields."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+KINDS: dict[Any, tuple[type, ...]] = {float: (float, int)}
+"""Types that a value may have for a type, where it is not that type alone. A bool is an int to Python, but not here."""
+
+
+def check_types(one: Any) -> None:
+    """Raise TypeError for the first field whose value is not of its type.
+
+    A list does for a tuple, a text for an enum of texts, and a whole number for a float.
+    """
+    values = vars(one)
+    for name, kinds, test, hint in _tests(type(one)):
+        value = values[name]
+        if type(value) not in kinds or not (test is None or test(value)):
+            raise TypeError(f"{name} is {str(value)[:60]!r}, not {getattr(hint, '__name__', hint)}")
+
+
+@cache
+def _tests(kind: type) -> list[tuple[str, frozenset[type], Callable[[Any], bool] | None, Any]]:
+    """Return for each field its name, the types that its value may have, a test of what is in it, and its own type."""
+    hints = get_type_hints(kind)
+    return [(field.name, *_test(hints[field.name]), hints[field.name]) for field in fields(kind)]
+
+
+def _test(hint: Any) -> tuple[frozenset[type], Callable[[Any], bool] | None]:
+    """Return the types that a value of this kind may have, and a test of its parts; None: there is none to make."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        tests = [_test(kind) for kind in arguments]
+        assert all(test is None for _, test in tests), f"{hint}: a union of simple types only"
+        return frozenset().union(*(kinds for kinds, _ in tests)), None
+    if origin in (list, dict):
+        kinds, test = _test(arguments[-1])
+
+        def fits(value: Any) -> bool:
+            parts = value if origin is list else value.values()
+            return kinds.issuperset(map(type, parts)) and (test is None or all(map(test, parts)))
+
+        return frozenset({origin}), fits
+    if origin is tuple:
+        is_open = arguments[-1] is ...
+        tests = [_test(kind) for kind in arguments if kind is not ...]
+
+        def fits(value: Any) -> bool:
+            wanted = tests * len(value) if is_open else tests
+            pairs = zip(value, wanted, strict=False)
+            return len(value) == len(wanted) and all(
+                type(part) in kinds and (test is None or test(part)) for part, (kinds, test) in pairs
+            )
+
+        return frozenset({list, tuple}), fits
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return frozenset({str, hint}), None
+    assert isinstance(hint, type) and (hint in (float, int, str, bool, dict, types.NoneType) or is_dataclass(hint)), (
+        hint
+    )
+    return frozenset(KINDS.get(hint, (hint,))), None
