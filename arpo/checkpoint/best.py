@@ -18,6 +18,7 @@ from arpo.checkpoint.export import point_to
 from arpo.log.metrics_file import rows_until
 
 ACCURACY, REWARD, NLL = "valid/accuracy", "valid/reward", "valid/nll"
+NAMES = (ACCURACY, f"{ACCURACY}_low", f"{ACCURACY}_high", REWARD, NLL)
 
 
 def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
@@ -26,7 +27,8 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
     Of two that are equally good the earlier is taken. Return what to say of a new choice, or "". Raises OSError.
     """
     link = run / "best"
-    rows = {n: row for n, row in rows_until(run / "metrics.jsonl", step).items() if n and isfinite(_score(row))}
+    found = rows_until(run / "metrics.jsonl", step, names=NAMES)
+    rows = {n: row for n, row in found.items() if n and isfinite(_score(row))}
     kept = int(link.resolve().name.removeprefix("best_")) if link.exists() else 0
     if kept and kept not in rows:  # of steps that are to be done again
         link.unlink()

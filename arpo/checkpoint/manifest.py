@@ -6,6 +6,7 @@ was never finished.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zlib
@@ -14,6 +15,8 @@ from pathlib import Path
 from arpo.config.bounded import read_json
 
 MANIFEST = "manifest.json"
+LARGE_BYTES = 1 << 30
+"""Files up to this size are read, whatever they consist of."""
 Files = dict[str, list[int]]
 
 
@@ -57,12 +60,31 @@ def find_problem(folder: Path, files: Files | None, part: slice = slice(None)) -
             return f"{name} is missing"
         try:
             size = entries[name].stat().st_size
+            if size == files[name][0] and size > LARGE_BYTES and _data_bytes(folder / name) < size / 10:
+                return f"{name} is mostly a hole"  # a terabyte of it would be read for minutes
             measured = size_and_checksum(folder / name) if size == files[name][0] else [size, None]
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if measured != files[name]:
             return f"{name} has size and checksum {measured}, the manifest says {files[name]}"
     return None
+
+
+def _data_bytes(path: Path) -> int:
+    """Return the size of a file without its holes; all of it where the file system does not tell."""
+    position = num_bytes = 0
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while position < size:
+            try:
+                start = os.lseek(file.fileno(), position, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # no data behind this place
+                    break
+                return size
+            position = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+            num_bytes += position - start
+    return num_bytes
 
 
 def size_and_checksum(path: Path) -> list[int]:

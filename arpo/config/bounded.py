@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import stat
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_BYTES = 1 << 30
+MAX_LINE_BYTES = 256 << 20
+PIECE_BYTES = 1 << 20
+"""Most bytes that are unpacked at once."""
 MAX_DEPTH = 100
 MAX_PARTS = 1 << 27
 """Most values in a text of JSON, of which a list or an object counts as eight: "[]," has 3 bytes, and 72 when read."""
@@ -24,6 +27,18 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
         raise ValueError(f"no file of at most {max_bytes >> 20:,} MiB")
     return path.read_bytes()
+
+
+def read_lines(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a file, each with its end; a last one may have none. Raises OSError too."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("no plain file")
+    with path.open("rb") as file:
+        for line in iter(lambda: file.readline(max_bytes + 1), b""):
+            if len(line) > max_bytes:
+                raise ValueError(f"a line of more than {max_bytes >> 20} MiB")
+            yield line
 
 
 def read_json(path: Path) -> Any:
@@ -106,13 +121,29 @@ def read_yaml(path: Path, *, as_written: bool = False) -> Any:
         raise ValueError("nested too deep") from None
 
 
-def inflate(data: bytes, max_bytes: int = MAX_BYTES) -> bytes:
+def inflate(data: bytes, max_bytes: int = MAX_BYTES) -> bytearray:
     """Return the bytes that zlib or gzip has packed."""
-    packed = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either kind
-    try:
-        plain = packed.decompress(data, max_bytes)
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
-    if not packed.eof:
-        raise ValueError(f"cut short, or more than {max_bytes >> 20:,} MiB when unpacked")
+    # Counted first: what is too large takes no memory. And in pieces, as zlib joins its blocks, which takes it twice.
+    num_bytes = 0
+    for piece in _pieces(data):
+        num_bytes += len(piece)
+        if num_bytes > max_bytes:
+            raise ValueError(f"more than {max_bytes >> 20:,} MiB when unpacked")
+    plain = bytearray()
+    for piece in _pieces(data):
+        plain += piece
     return plain
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """Yield the bytes that zlib or gzip has packed, in pieces. Raises ValueError where they are damaged."""
+    packed = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either kind
+    while not packed.eof:
+        try:
+            piece = packed.decompress(data, PIECE_BYTES)
+        except zlib.error as error:
+            raise ValueError(str(error)) from None
+        data = packed.unconsumed_tail
+        if not piece and not data and not packed.eof:
+            raise ValueError("cut short")
+        yield piece

@@ -21,6 +21,7 @@ NUM_STEPS, LEAST_STEPS = 10, 5
 """Steps that the median is taken over, and those without which there is none."""
 IN_A_ROW = 2
 """Steps beyond the band that make an alarm."""
+NUM_RUN, NUM_NOT_RUN = "tools/all/calls", "tools/all/not_run"
 
 
 class Band(NamedTuple):
@@ -48,7 +49,9 @@ class Alarms:
         self.run, self.log = run, log
         self.values: dict[str, list[float]] = {band.name: [] for band in BANDS}
         self.num_beyond = dict.fromkeys(self.values, 0)
-        for step, row in sorted(ranks.from_rank_0(rows_until(run.folder / "metrics.jsonl", done_steps)).items()):
+        names = [tag for _, tag, _, _ in BANDS if tag] + [NUM_RUN, NUM_NOT_RUN]
+        before = ranks.from_rank_0(rows_until(run.folder / "metrics.jsonl", done_steps, names=names))
+        for step, row in sorted(before.items()):
             self.add(step, row)
 
     def look(self, step: int, values: Mapping[str, float]) -> None:
@@ -83,5 +86,5 @@ class Alarms:
 
 
 def _share_run(values: Mapping[str, float]) -> float | None:
-    num_run, num_not_run = values.get("tools/all/calls", 0), values.get("tools/all/not_run", 0)
+    num_run, num_not_run = values.get(NUM_RUN, 0), values.get(NUM_NOT_RUN, 0)
     return num_run / (num_run + num_not_run) if num_run + num_not_run else None

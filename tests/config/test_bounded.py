@@ -3,13 +3,15 @@
 import gzip
 import json
 import os
+import random
 import sqlite3
 import tracemalloc
 import zlib
 
 import pytest
 
-from arpo.config.bounded import inflate, read_file
+from arpo.checkpoint.manifest import find_problem, size_and_checksum
+from arpo.config.bounded import PIECE_BYTES, inflate, read_file
 from arpo.config.load import load_config
 from arpo.config.model_folder import read_json
 from arpo.config.run_folder import begun_settings, settings_of
@@ -18,7 +20,7 @@ from arpo.errors import UserError
 from arpo.evals.records import read_grades
 from arpo.log import read_metrics
 from arpo.log.dumps import read_dump
-from arpo.log.metrics_file import rows_until
+from arpo.log.metrics_file import MetricsFile, rows_until
 from arpo.protocol import FORMS
 from arpo.sampling.carried_state import check_nothing_is_left
 from arpo.sft.conversations import read_conversations
@@ -128,7 +130,7 @@ def test_a_run_folder_of_devices_ends_at_once(tmp_path, make):
     make(tmp_path / "metrics.jsonl")
     assert begun_settings(tmp_path) == {}
     for read in (read_metrics, lambda folder: rows_until(folder / "metrics.jsonl", 1)):
-        with pytest.raises(UserError, match=r"metrics\.jsonl: no file of at most"):
+        with pytest.raises(UserError, match=r"metrics\.jsonl: no plain file; move it away"):
             read(tmp_path)
 
 
@@ -163,3 +165,54 @@ def test_a_cache_whose_rows_have_no_end_is_not_opened(tmp_path):
         connection.executescript(f"DROP TABLE entries; CREATE VIEW entries AS {endless} FROM n;")
     with pytest.raises(UserError, match=r"c\.sqlite: not a cache of this version"):
         CacheFile(tmp_path / "c.sqlite", read_only=True)
+
+
+@pytest.mark.timeout(60)
+def test_a_file_that_is_mostly_a_hole_is_not_read(tmp_path):
+    with (tmp_path / "huge").open("wb") as file:
+        file.write(b"x")
+        file.truncate(1 << 40)
+    assert find_problem(tmp_path, {"huge": [1 << 40, 0]}) == "huge is mostly a hole"
+    with (tmp_path / "small").open("wb") as file:  # a tensor of zeros, where a file system makes holes of them
+        file.truncate(1 << 20)
+    (tmp_path / "huge").unlink()
+    assert find_problem(tmp_path, {"small": size_and_checksum(tmp_path / "small")}) is None
+
+
+def test_packed_bytes_of_any_size_are_unpacked_whole():
+    for size in (0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES):
+        assert inflate(gzip.compress(bytes(size))) == bytes(size)
+    noise = random.Random(0).randbytes(PIECE_BYTES + 9)
+    assert inflate(zlib.compress(noise)) == noise
+    for damaged in (gzip.compress(noise)[:-9], gzip.compress(b"")[:5], b""):
+        with pytest.raises(ValueError, match="cut short"):
+            inflate(damaged)
+
+
+@pytest.mark.parametrize("line", [
+    '{"step": Infinity}', '{"step": 1e400}', '{"step": -1}', '{"step": NaN}', '{"step": 1.5}', '{"step": true}',
+    '{"step": "1"}', '{"step": null}', '{"step": 1, "entropy/root": "x"}', '{"step": 1, "valid/reward": null}',
+    '{"step": 1, "reward/mean": [1]}', "{}", "null", '"step"', "1",
+])  # fmt: skip
+def test_a_line_of_metrics_that_is_none_is_named_or_left_out_at_a_resume(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "valid/reward": 1.0}}\n{line}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a line of metrics; drop the line"):
+        read_metrics(tmp_path, ["reward/mean"])
+    MetricsFile(path, 1)
+    assert rows_until(path, 1) == {1: {"step": 1, "valid/reward": 1.0}} and len(path.read_text().splitlines()) == 1
+
+
+def test_a_long_file_of_metrics_is_read_without_taking_its_size(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    names = [f"group/number_{n}" for n in range(120)]
+    with path.open("w") as file:
+        for step in range(1, 1001):
+            file.write(json.dumps({"step": step} | dict.fromkeys(names, step / 7)) + "\n")
+    tracemalloc.start()
+    MetricsFile(path, 1000)
+    assert rows_until(path, 1000, names=["group/number_7"])[500] == {"step": 500, "group/number_7": 500 / 7}
+    assert rows_until(path, 1000, names=["valid/reward"]) == {}
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.stat().st_size > 4 << 20 and peak < 1 << 20
