@@ -18,8 +18,9 @@ ISOLATING: tuple[Tier, ...] = ("namespaces", "landlock")
 """The tiers that isolate, the best first."""
 GRACE_S = 10.0
 """Seconds of a supervisor's silence, at its start or beyond its wall limit, after which the host counts as stuck."""
-NUM_ATTEMPTS = 4
-"""Number of times that a call is tried; it may be repeated, since code in the jail has no effect outside of it."""
+PATIENCE_S = (0.1, 1.0, 5.0, 0.0)
+"""Seconds that each try of a call waits, after a connection that just ended, for the host's end: its other processes
+die after it, one by one. A call may be repeated, since code in the jail has no effect outside of it."""
 LIMITS = {
     "namespaces": "exact limits: wall time, files, processes, each one's memory and CPU time; polled: their sums",
     "one process": "exact limits: wall time, files, threads, memory, CPU time",
@@ -114,7 +115,7 @@ class Sandbox:
     def attempt(self, action: Callable[[HostProcess], T]) -> T | wire.Reply:
         """Return what the action makes of the host, a new one where that is lost; or a sandbox_error. Never raises."""
         error: Exception | None = None
-        for _ in range(NUM_ATTEMPTS):
+        for patience_s in PATIENCE_S:
             host = self.host
             try:
                 return action(host)
@@ -124,7 +125,7 @@ class Sandbox:
                 break
             # A connection that just ends is a lost supervisor, or a fork that failed: try again. A host that is gone,
             # or from which nothing comes at all, is replaced, once for all callers.
-            if isinstance(error, TimeoutError) or host.is_gone():
+            if isinstance(error, TimeoutError) or host.is_gone(patience_s):
                 try:
                     self._replace(host)
                 except SandboxUnavailable as unavailable:

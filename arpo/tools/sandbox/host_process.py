@@ -110,13 +110,13 @@ class HostProcess:
             raise
         return ours
 
-    def is_gone(self) -> bool:
-        """Return whether the process has ended, or has closed its connection."""
+    def is_gone(self, patience_s: float = 0.0) -> bool:
+        """Return whether the process has ended, or has closed its connection, waiting so long for that."""
         if self._process.poll() is not None or self._control.fileno() < 0:
             return True
         poller = select.poll()
         poller.register(self._control, 0)
-        return bool(poller.poll(0))
+        return bool(poller.poll(1000 * patience_s))
 
     def kill(self) -> None:
         """End the process and the calls in it. What they wrote stays until `remove_files`."""

@@ -24,6 +24,7 @@ from arpo.tools.sandbox.host import NUM_SPARES
 from arpo.tools.sandbox.host_process import HostProcess
 from arpo.tools.sandbox.limits import BUSY_NICE, NICE, CallLimits
 from arpo.tools.sandbox.selftest import leaks_of
+from arpo.tools.sandbox.wire import Reply
 
 REPO = Path(__file__).resolve().parents[3]
 UNHURRIED = dataclasses.replace(SMALL, wall_s=60.0)
@@ -353,3 +354,19 @@ def test_hostile_neighbours_leave_no_processes_and_no_descriptors(own_tool):
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     jail_of(own_tool)  # waits until there is nothing but spares: a number counted before may be of a moment without one
     assert own_tool.sandbox.num_restarts == 0
+
+
+def test_a_host_whose_processes_die_slowly_costs_no_call(own_tool):
+    # moby/moby#38968 and the like: what a killed PID 1 leaves dies one by one, and a busy machine takes its time
+    lost = own_tool.sandbox.host
+
+    def action(host) -> Reply:
+        if host is lost:
+            raise EOFError("a supervisor that is being killed")
+        return host.call("print(6 * 7)", UNHURRIED.wall_s, HANG_S)
+
+    killer = threading.Timer(0.7, lambda: os.kill(lost.pid, signal.SIGKILL))
+    killer.start()
+    reply = own_tool.sandbox.attempt(action)
+    killer.join()
+    assert reply.status == "ok" and reply.stdout == "42\n"
