@@ -162,6 +162,8 @@ class NotebookTool(RecordedPython, SessionTool):
                 if not reply.is_open:
                     session.process.close()
                     session.process = None
+                    if cell in begin:  # without it the next cell would have none of its names
+                        return reply
             session.cells.clear()
             session.kept_bytes = reply.memory_bytes
             self._make_room()

@@ -7,7 +7,13 @@ MAX_CELL_CHARS = 200
 OUTSIDE = {"random", "randomblob", "load_extension", "fts3_tokenizer"}
 """Functions of what is not in the process: a branch, or a replay, would read something else."""
 DENIED = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}  # files last for one call only
+NOW = "2025-01-01 00:00:00"
+"""The time at which each database's clock stands: a branch, or a replay, must read what the first run has read."""
+TIME_VALUES = {"date": 0, "time": 0, "datetime": 0, "julianday": 0, "unixepoch": 0, "strftime": 1, "timediff": 0}
+"""Functions of dates, with the place of their first time among their arguments."""
 database = sqlite3.connect(":memory:", isolation_level=None)
+dates = sqlite3.connect(":memory:")
+"""Where SQLite's own functions of dates are called, with the time of our clock."""
 problem = ""
 
 
@@ -16,10 +22,39 @@ def authorize(action, first, second, *_):
     return sqlite3.SQLITE_DENY if action in DENIED or is_outside else sqlite3.SQLITE_OK
 
 
+def stop_the_clock():
+    """Let each function that knows the time take it from NOW."""
+    date, time = NOW.split()
+    for name, words in {"current_date": date, "current_time": time, "current_timestamp": NOW}.items():
+        database.create_function(name, 0, lambda words=words: words, deterministic=True)
+    for name, num_arguments in dates.execute("SELECT DISTINCT name, narg FROM pragma_function_list").fetchall():
+        if name in TIME_VALUES:
+            database.create_function(name, num_arguments, at_our_time(name, TIME_VALUES[name]), deterministic=True)
+
+
+def at_our_time(name, place):
+    def call(*values):
+        values = list(values)
+        if len(values) <= place or text_of(values[place]) in ("subsec", "subsecond"):
+            values.insert(place, NOW)
+        for at in range(place, place + 2 if name == "timediff" else place + 1):
+            values[at] = NOW if text_of(values[at]) == "now" else values[at]
+        return dates.execute(f"SELECT {name}({', '.join('?' * len(values))})", values).fetchone()[0]
+
+    return call
+
+
+def text_of(value):
+    """Return a time as SQLite compares it with "now"."""
+    text = value.decode(errors="replace") if isinstance(value, bytes) else value if isinstance(value, str) else ""
+    return text.partition("\0")[0].lower()
+
+
 def begin(script):
     """Fill the database. Where that fails, `ask` says why."""
     global problem
     database.execute("PRAGMA temp_store = MEMORY")  # what is sorted counts as ours
+    stop_the_clock()
     database.set_authorizer(authorize)
     try:
         database.executescript(script)

@@ -3,6 +3,8 @@
 import asyncio
 import random
 import resource
+import sqlite3
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -182,3 +184,48 @@ def test_siblings_read_what_a_fresh_trajectory_with_their_calls_reads(selector):
             num_branches += t.parent_id is not None
             assert not any(call.replay_mismatches for call in t.tool_calls)
     assert num_branches >= 4
+
+
+NOW_QUERIES = [  # sqlite.org/lang_datefunc.html: "now", no argument and "subsec" all mean the time of the clock
+    "SELECT datetime('now')", "SELECT datetime()", "SELECT DateTime('NOW', '+1 day')", "SELECT date(), time('now')",
+    "SELECT CURRENT_TIMESTAMP, CURRENT_DATE, CURRENT_TIME", "SELECT julianday('now') - julianday('2024-12-31')",
+    "SELECT strftime('%s %f')", "SELECT strftime('%Y-%m-%d', 'now', 'start of year')", "SELECT unixepoch()",
+    "SELECT datetime(x'6e6f77')", "SELECT datetime('now' || char(0) || 'x')", "SELECT julianday('subsec')",
+    "CREATE TABLE t (x, at TEXT DEFAULT CURRENT_TIMESTAMP, next AS (date('2020-02-29', '+1 year')));"
+    " INSERT INTO t (x) VALUES (1); SELECT * FROM t", "SELECT date('now', 'localtime') FROM films",
+]  # fmt: skip
+DATES = [
+    "date('2024-01-31', '+1 month')", "strftime('%d', '2024-02-29')", "unixepoch('2024-01-01')", "time(0.5)",
+    "datetime(1092941466, 'unixepoch')", "date(NULL)", "date('nowhere')", "julianday('2000-01-01')",
+]  # fmt: skip
+
+
+def test_the_clock_of_a_database_stands_still_and_dates_are_computed_as_sqlite_does():
+    calls = [*NOW_QUERIES, *(f"SELECT {date} AS x" for date in DATES)]
+    first, second = ask_each([calls] * 2, SqlConfig())
+    told = [result.text for result in first]
+    assert told == [result.text for result in second] and all(result.ok for result in first), told
+    assert not any(time.strftime("%Y") in text for text in told) and "\n2025-01-01 00:00:00" in told[0]
+    plain = sqlite3.connect(":memory:")
+    known = [plain.execute(f"SELECT {date}").fetchone()[0] for date in DATES]
+    assert told[len(NOW_QUERIES) :] == [f"x\n{'NULL' if value is None else value}" for value in known]
+
+
+def test_a_script_that_hits_a_limit_is_told_by_its_own_reason():
+    scripts = {
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n;": "TimeoutError",
+        "CREATE TABLE t AS SELECT zeroblob(200000000);": "",
+        "CREATE TABLE t (x DEFAULT (randomblob(4))); INSERT INTO t DEFAULT VALUES;": "not authorized",
+    }
+
+    async def story() -> list[str]:
+        tool, told = SqlTool(SqlConfig(wall_s=4.0, memory_mib=128)), []
+        for script in scripts:
+            with pytest.raises(ValueError, match="p7: the column sql cannot be run: ") as error:
+                await tool.open(ToolContext("p7", "0", 0, row={"sql": script}))
+            told.append(str(error.value))
+        await tool.aclose()
+        return told
+
+    for text, why in zip(asyncio.run(story()), scripts.values(), strict=True):
+        assert why in text and "NameError" not in text
