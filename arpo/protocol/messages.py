@@ -221,8 +221,8 @@ def _joined_parts(parts: list, text_key: str, role: str) -> tuple[str, list]:
     """Return the text of a message in parts, and its calls."""
     text, calls = "", []
     for part in parts:
-        kind = PARTS.get(part.get("type") or "text") if isinstance(part, dict) else None
-        keys = ("text", "value", part.get("type")) if kind else ()
+        kind = PARTS.get(str(part.get("type") or "text")) if isinstance(part, dict) else None
+        keys = ("text", "value", part.get("type", "text")) if kind else ()
         said = next((part[key] for key in keys if isinstance(part.get(key), str)), None)
         if said is None or (kind != "text" and role != "assistant"):
             raise BadRow(f"{text_key} of the {role} message has a part that is no text: {str(part)[:80]!r}")

@@ -117,6 +117,7 @@ def test_with_tags_a_row_is_trained_as_its_maker_means(row, trained):
         ({"messages": [ASKED, said("<think>b</think>A", reasoning="a")]}, "another <think> in its text"),
         ({"messages": [ASKED, said([{"type": "text", "text": "A"}, {"type": "image_url", "image_url": {}}])]}, "part"),
         ({"messages": [ASKED, said([{"type": "tool_use", "name": "search", "input": {}}])]}, "part that is no text"),
+        ({"messages": [ASKED, said([{"type": ["text"], "text": "A"}])]}, "part that is no text"),
         (weighted(weight=0.5), "weight of the assistant message must be 0 or 1"),
         (weighted(loss_mask=[0, 1]), "loss_mask of the assistant message must be 0 or 1"),
         (weighted(weight=1, trainable=False), "contradict"),
