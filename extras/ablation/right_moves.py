@@ -15,7 +15,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -109,8 +109,15 @@ class RightMoves:
         return {f"right/{name}": value for name, value in (means | {"trail": whole}).items()}
 
 
-def main(cfg: train_rl.RLConfig) -> None:
-    """Train, where the engine's weights are read too, and the log has more to say."""
+class Enough(Exception):
+    """Ends a training that its watcher has seen enough of."""
+
+
+def main(cfg: train_rl.RLConfig, is_enough: Callable[[Mapping[str, float]], bool] = lambda values: False) -> None:
+    """Train, where the engine's weights are read too, and the log has more to say.
+
+    `is_enough` gets the numbers of each step. Raises Enough where it returns True: then nothing is saved.
+    """
     moves = RightMoves(cfg.model.path, Path(cfg.data.train).parent)
     used_s = [time.process_time()]
 
@@ -123,8 +130,11 @@ def main(cfg: train_rl.RLConfig) -> None:
     class RunLog(train_rl.RunLog):
         def scalars(self, step: int, values: Mapping[str, float], *more: object) -> None:
             cpu_s = time.process_time() - used_s[0]
-            super().scalars(step, {**values, "cpu_s": cpu_s, **moves()}, *more)
+            values = {**values, "cpu_s": cpu_s, **moves()}
+            super().scalars(step, values, *more)
             used_s[0] = time.process_time()
+            if is_enough(values):
+                raise Enough
 
     train_rl.Engine, train_rl.RunLog = Engine, RunLog
     train_rl.main(cfg)

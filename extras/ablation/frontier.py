@@ -1,0 +1,380 @@
+"""Best forks against best GRPO: the tool calls that each rule needs, at the group size, roots and rate that suit it.
+
+    python -m extras.ablation.frontier --dir runs/frontier --worlds rare steps --parallel 2
+
+Each world is a variant of the demo's task `long`. Stage 1 looks for each rule's best settings, on seeds of its own.
+Stage 2 compares the rules at these settings, on fresh seeds, to the end of the runs. Every run adds a line to
+DIR/results.jsonl. The same command skips what is there and goes on; `--report_only` writes DIR/TABLE.md and the
+pictures of what is there (frontier_report.py).
+
+A run has learnt when the right moves at the places that decide have a probability of 80 % after each of three steps in
+a row. A run of stage 1 ends there, or where it has cost twice the calls of the best run of its seed so far. A run of
+stage 2 goes on until it has done as many steps again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET, IN_A_ROW = 0.8, 3
+CENSORED = 2.0
+"""A run of stage 1 ends at this many times the calls of the best run of its seed. It then counts as having needed as
+many."""
+GROUP_SIZES = (2, 3, 4, 6, 8, 16)
+TUNING_SEEDS = (30, 31)
+FRESH_SEEDS = tuple(range(40, 48))
+
+
+@dataclass(frozen=True)
+class World:
+    """A variant of the task, and what its runs share."""
+
+    task: str = "long"
+    """Name of the task in extras/demo/build.py."""
+    num_sft_steps: int = 500
+    num_prompts: int = 8
+    """Prompts of a step."""
+    rates: tuple[float, ...] = (1, 2, 4)
+    """Factors of the learning rate 7e-4 to try."""
+    max_steps: int = 72
+
+
+WORLDS = {
+    "steps": World(),  # limited by the number of steps
+    "signal": World(num_prompts=1, rates=(0.25, 0.5, 1, 2), max_steps=240),  # limited by the noise of its gradients
+    "silent": World("long_silent"),  # as the first, but a wrong way does not end the trail
+    "unready": World(num_sft_steps=250),  # imitation has not come to its end: moves that were certain fail, too
+}
+POSITIONS = f"{ROOT / 'extras/ablation/positions.py'}:positions"
+RULES: dict[str, list[str]] = {
+    "grpo": ["--branching.selector", "none"],
+    "top_h": ["--branching.selector", "top_h"],
+    "at2po": ["--branching.selector", "at2po"],
+    "random": ["--branching.selector", "random"],
+    "arpo": ["--branching.selector", "arpo"],
+    "threshold": ["--branching.selector", "arpo", "--branching.weight", "1.0", "--branching.threshold", "0.55"],
+    "aepo": [
+        *("--branching.selector", "aepo", "--branching.dynamic_budget", "True"),
+        *("--loss.entropy_balanced_clipping", "True", "--loss.entropy_balanced_advantage", "True"),
+    ],
+    "positions": ["--branching.selector", POSITIONS],
+}
+"""Rule -> the flags of train_rl.py. `positions` is the blind control: forks as often at each turn as top_h, whatever
+the entropies; it takes over top_h's settings."""
+WITHOUT_ROOTS = ("grpo", "aepo")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run trains with."""
+
+    rule: str
+    group_size: int
+    num_roots: int
+    """Number of independent trajectories of a group; of a rule that has no such choice the group size."""
+    rate: float
+    """Factor of the learning rate 7e-4."""
+
+    @property
+    def name(self) -> str:
+        roots = "" if self.rule in WITHOUT_ROOTS else f"_r{self.num_roots}"
+        return f"{self.rule}_g{self.group_size}{roots}_x{self.rate:g}"
+
+    @property
+    def flags(self) -> list[str]:
+        roots = [] if self.rule in WITHOUT_ROOTS else ["--branching.num_initial_rollouts", str(self.num_roots)]
+        rate = ["--optim.lr", str(7e-4 * self.rate)]
+        return [*RULES[self.rule], *roots, "--rollout.group_size", str(self.group_size), *rate]
+
+
+def step_learnt(right: Sequence[float]) -> int | None:
+    """Return the number of the step that makes it three in a row at the target. [0.7, 0.8, 0.9, 0.8] -> 4"""
+    for step in range(IN_A_ROW, len(right) + 1):
+        if min(right[step - IN_A_ROW : step]) >= TARGET:
+            return step
+    return None
+
+
+# ---- one run, in a process of its own
+
+
+COLUMNS = {
+    "calls": "tools/all/calls",
+    "tokens": "tokens/sampled",
+    "decisive": "right/decisive",
+    "certain": "right/certain",
+    "trail": "right/trail",
+    "mixed": "group/mixed_share",
+    "solved": "reward/solved_share",
+    "grad_norm": "optim/grad_norm",
+}
+"""Number of a step in results.jsonl -> its metric."""
+
+
+def in_fork(folder: str, work: Callable[..., None], *arguments: object) -> None:
+    """Do the work in this process, a fork, as the only rank of a run. Its output goes to FOLDER/log.txt."""
+    with (Path(folder) / "log.txt").open("a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    import torch
+
+    torch.set_num_threads(1)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    code = 0
+    try:
+        work(Path(folder), *arguments)
+    except BaseException:  # its parent hears of it by the exit code
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)  # an engine that was left in the middle of a run does not end by itself
+
+
+def imitate(folder: Path, data: str, seed: int, num_steps: int) -> None:
+    """Train the task's model on its demonstrator: FOLDER/hf."""
+    import train_sft
+    from arpo.config.load import load_config
+
+    flags = [
+        str(ROOT / "configs/demo_sft.yaml"), str(ROOT / "configs/demo_long.yaml"), "--model.path", f"{data}/model",
+        "--data.train", f"{data}/sft_train.jsonl", "--data.valid", f"{data}/sft_valid.jsonl",
+        "--run.dir", str(folder.parent), "--run.name", folder.name, "--run.seed", str(seed),
+        "--run.num_steps", str(num_steps), "--run.validate_every", "0", "--run.save_every", "0",
+    ]  # fmt: skip
+    train_sft.main(load_config(train_sft.SFTConfig, flags))
+
+
+def build_data(folder: Path, task: str, seed: int) -> None:
+    """Build the task of a seed: FOLDER/data."""
+    from extras.demo.build import build
+
+    build(folder / "data", seed, task)
+
+
+def train(folder: Path, flags: list[str], positions: str, to_the_end: bool, max_calls: float) -> None:
+    """Train, and write the numbers of each step to FOLDER/curve.jsonl."""
+    import train_rl
+    from arpo.config.load import load_config
+    from extras.ablation import right_moves
+
+    os.environ["FORK_POSITIONS"] = positions
+    rows: list[dict] = []
+
+    def is_enough(values: Mapping[str, float]) -> bool:
+        rows.append({name: round(values[metric], 5) for name, metric in COLUMNS.items() if metric in values})
+        with (folder / "curve.jsonl").open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+        first = step_learnt([row["decisive"] for row in rows])
+        if to_the_end:
+            return first is not None and len(rows) >= max(2 * first, first + 8)
+        return first is not None or sum(row["calls"] for row in rows) > max_calls
+
+    with contextlib.suppress(right_moves.Enough):
+        right_moves.main(load_config(train_rl.RLConfig, flags), is_enough)
+
+
+class Runs:
+    """All runs, a few at a time, each a fork of one process that has imported torch and vLLM already."""
+
+    def __init__(self, folder: Path, parallel: int):
+        self.folder, self.path = folder, folder / "results.jsonl"
+        self.lines = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        self.lock = threading.Lock()
+        self.preparing: dict[Path, threading.Lock] = {}
+        self.slots = ThreadPoolExecutor(parallel)
+        self.context = get_context("forkserver")
+        self.context.set_forkserver_preload(["extras.ablation.warm"])
+
+    def find(self, world: str, setting: Setting, seed: int, stage: int) -> dict | None:
+        """Return the line of a run; one that went on to the end serves both stages."""
+        of = {"world": world, "seed": seed, **dataclasses.asdict(setting)}
+        for line in self.lines:
+            if line["stage"] >= stage and all(line[key] == value for key, value in of.items()):
+                return line
+        return None
+
+    def run(self, world: str, setting: Setting, seed: int, stage: int) -> dict:
+        """Return the line of a run, which is made if it is not there."""
+        if line := self.find(world, setting, seed, stage):
+            return line
+        model = self.prepare(world, seed)
+        data = model.parent / "data"
+        with self.lock:
+            best = min((c for line in self.lines if (c := self._cost_there(line, world, seed))), default=math.inf)
+        name = f"{setting.name}_seed{seed}_{stage}"
+        folder = self.folder / world / name
+        shutil.rmtree(folder, ignore_errors=True)
+        positions = self.folder / world / f"positions_seed{seed}.json"
+        is_read = setting.rule == "top_h" and stage == 2
+        num_prompts = str(WORLDS[world].num_prompts)
+        configs = [str(ROOT / "configs/demo_arpo.yaml"), str(ROOT / "configs/demo_long.yaml")]
+        flags = [
+            *configs, "--model.path", str(model / "hf"), "--data.train", str(data / "rl_train.jsonl"),
+            "--data.valid", str(data / "rl_valid.jsonl"), "--tools.search.corpus", str(data / "corpus.jsonl"),
+            "--run.dir", str(folder.parent), "--run.name", name, "--run.seed", str(seed),
+            "--run.num_steps", str(WORLDS[world].max_steps), "--run.validate_every", "0", "--run.save_every", "0",
+            "--run.save_hf_every", "0", "--run.dump_every", "2" if is_read else "0", "--run.trackers",
+            "--data.num_prompts_per_step", num_prompts, "--update.num_prompts_per_minibatch", num_prompts,
+            "--optim.schedule", "constant", *setting.flags,
+        ]  # fmt: skip
+        self.fork(folder, train, flags, str(positions), stage == 2, CENSORED * best)
+        rows = [json.loads(row) for row in (folder / "curve.jsonl").read_text().splitlines()]
+        curve = {key: [row.get(key) for row in rows] for key in COLUMNS}
+        line = {"world": world, "stage": stage, "seed": seed, **dataclasses.asdict(setting), "curve": curve}
+        if is_read:
+            from extras.ablation.positions import counted
+
+            positions.write_text(json.dumps(counted(folder / "trajectories")) + "\n")
+        shutil.rmtree(folder)
+        with self.lock:
+            self.lines.append(line)
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        print(f"{world} {name}: {cost(line) or math.nan:.0f} calls, {len(rows)} steps", flush=True)
+        return line
+
+    @staticmethod
+    def _cost_there(line: dict, world: str, seed: int) -> float | None:
+        return cost(line) if (line["world"], line["seed"]) == (world, seed) else None
+
+    def prepare(self, world: str, seed: int) -> Path:
+        """Return the imitated model of a seed, beside its data; both are made if they are not there."""
+        variant = WORLDS[world]
+        folder = self.folder / variant.task / f"seed{seed}"
+        model = folder / f"sft_{variant.num_sft_steps}"
+        with self.lock:
+            own = self.preparing.setdefault(folder, threading.Lock())
+        with own:
+            if not (folder / "data/stamp.json").exists():
+                self.fork(folder, build_data, variant.task, seed)
+            if not (model / "done").exists():
+                self.fork(model, imitate, str(folder / "data"), seed, variant.num_sft_steps)
+                (model / "done").touch()
+        return model
+
+    def fork(self, folder: Path, work: Callable[..., None], *arguments: object) -> None:
+        """Do the work in a process of its own, and wait. Raises RuntimeError where it fails."""
+        folder.mkdir(parents=True, exist_ok=True)
+        process = self.context.Process(target=in_fork, args=(str(folder), work, *arguments))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"{folder.name} ended with code {process.exitcode}; see {folder / 'log.txt'}")
+
+    def all_of(self, world: str, settings: Sequence[Setting], seeds: Sequence[int], stage: int) -> list[list[dict]]:
+        """Return the lines of each setting's runs, by seed."""
+        todo = [[self.slots.submit(self.run, world, s, seed, stage) for seed in seeds] for s in settings]
+        return [[future.result() for future in of_setting] for of_setting in todo]
+
+
+# ---- what a run has cost
+
+
+def cost(line: dict, what: str = "calls") -> float | None:
+    """Return the calls (tokens, steps) of a run until it had learnt, interpolated; None = it never has, or lost it.
+
+    It has learnt at the first of three steps in a row at the target. It must still be there at its last step.
+    """
+    right = line["curve"]["decisive"]
+    step = step_learnt(right)
+    if step is None or right[-1] < TARGET:
+        return None
+    k = step - IN_A_ROW
+    costs = [1] * len(right) if what == "steps" else line["curve"][what]
+    before = sum(costs[:k])
+    share = 1.0 if k == 0 else (TARGET - right[k - 1]) / (right[k] - right[k - 1])
+    return before + share * costs[k]
+
+
+def tuning_cost(lines: Sequence[dict]) -> float:
+    """Return the geometric mean of the calls of a setting's runs; one that never learnt counts twice what it spent."""
+    return math.exp(sum(math.log(cost(line) or CENSORED * sum(line["curve"]["calls"])) for line in lines) / len(lines))
+
+
+# ---- stage 1: the settings of each rule
+
+
+def roots_of(rule: str, group_size: int) -> list[int]:
+    """Return the numbers of roots to try: one, two, half of the group."""
+    if rule in WITHOUT_ROOTS:
+        return [group_size]
+    return sorted({n for n in (1, 2, group_size // 2) if 0 < n < group_size})
+
+
+def best_setting(rule: str, rates: Sequence[float], evaluate: Callable[[Sequence[Setting]], list[float]]) -> Setting:
+    """Return a rule's best setting: of GRPO, the rival, of all; of others by one coordinate after the other."""
+    if rule == "grpo":
+        everything = [Setting(rule, size, size, rate) for rate in rates for size in GROUP_SIZES]
+        costs = evaluate(everything)
+        return everything[costs.index(min(costs))]
+    best = Setting(rule, 4, 4 if rule in WITHOUT_ROOTS else 1, rates[1])
+    for vary in ("rate", "size", "roots", "rate"):
+        if vary == "rate":
+            tried = [dataclasses.replace(best, rate=rate) for rate in rates]
+        elif vary == "roots":
+            tried = [dataclasses.replace(best, num_roots=n) for n in roots_of(rule, best.group_size)]
+        else:
+            sizes = [size for size in GROUP_SIZES if size > best.num_roots or rule in WITHOUT_ROOTS]
+            tried = [
+                Setting(rule, size, size if rule in WITHOUT_ROOTS else best.num_roots, best.rate) for size in sizes
+            ]
+        costs = evaluate(tried)
+        best = tried[costs.index(min(costs))]
+    return best
+
+
+def tune(runs: Runs, world: str, seeds: Sequence[int], rule: str) -> Setting:
+    """Return the setting with which the rule needs the fewest calls on the tuning seeds."""
+
+    def evaluate(settings: Sequence[Setting]) -> list[float]:
+        return [tuning_cost(lines) for lines in runs.all_of(world, settings, seeds, stage=1)]
+
+    return best_setting(rule, WORLDS[world].rates, evaluate)
+
+
+def main() -> None:
+    """Read the command line, make the runs, write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, default=Path("runs/frontier"), help="folder of all runs")
+    parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(WORLDS))
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--tuning_seeds", type=int, nargs="+", default=list(TUNING_SEEDS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(FRESH_SEEDS))
+    parser.add_argument("--parallel", type=int, default=2, help="runs at the same time, one core each")
+    parser.add_argument("--report_only", action="store_true", help="run nothing; write the report of what is there")
+    args = parser.parse_args()
+    runs = Runs(args.dir.resolve(), args.parallel)
+    for world in () if args.report_only else args.worlds:
+        tuned = [rule for rule in args.rules if rule != "positions"]
+        with ThreadPoolExecutor(len(tuned)) as threads:
+            found = threads.map(partial(tune, runs, world, args.tuning_seeds), tuned)
+            best = dict(zip(tuned, found, strict=True))
+        print(f"{world}: {', '.join(setting.name for setting in best.values())}", flush=True)
+        runs.all_of(world, list(best.values()), args.seeds, stage=2)
+        if "positions" in args.rules and "top_h" in best:
+            runs.all_of(world, [dataclasses.replace(best["top_h"], rule="positions")], args.seeds, stage=2)
+    from extras.ablation.frontier_report import write_report
+
+    write_report(runs.lines, args.dir)
+
+
+if __name__ == "__main__":
+    main()
