@@ -181,8 +181,10 @@ class MicroBatch:
         return self.at_loss_tokens(self.predict_from), self.at_loss_tokens(self.targets)
 
     def to_rows(self, values: Tensor) -> Tensor:
-        """Return one value for each of `head_inputs` as (B, T) float32, 0 where the mask is 0. Differentiable."""
-        rows = torch.zeros(self.loss_mask.shape, dtype=torch.float32, device=values.device)
+        """Return what each of `head_inputs` has, (L, ...), as (B, T, ...) float32, 0 where the mask is 0.
+
+        Differentiable."""
+        rows = torch.zeros((*self.loss_mask.shape, *values.shape[1:]), dtype=torch.float32, device=values.device)
         return rows.index_put(tuple(self.loss_index), values)
 
     def attention_options(self) -> dict[str, Any]:

@@ -44,15 +44,22 @@ class TreeBatch(MicroBatch):
     """(U,) nodes that are a loss token of at least one row, ascending"""
 
     def gather(self, node_values: torch.Tensor) -> torch.Tensor:
-        """(B, T) value (N,) of each response token's node, 0 beyond a row's end. Differentiable."""
-        return torch.where(self.nodes >= 0, node_values[self.nodes.clamp(min=0)], 0)
+        """(B, T, ...) value (N, ...) of each response token's node, 0 beyond a row's end. Differentiable."""
+        values = node_values[self.nodes.clamp(min=0)]
+        return torch.where(expanded(self.nodes >= 0, values), values, 0)
 
     def head_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.parents[self.loss_nodes], self.input_ids[0, self.loss_nodes]
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
-        node_values = torch.zeros(len(self.parents), dtype=torch.float32, device=values.device)
-        return torch.where(self.loss_mask, self.gather(node_values.index_put((self.loss_nodes,), values)), 0)
+        node_values = torch.zeros((len(self.parents), *values.shape[1:]), dtype=torch.float32, device=values.device)
+        rows = self.gather(node_values.index_put((self.loss_nodes,), values))
+        return torch.where(expanded(self.loss_mask, rows), rows, 0)
+
+
+def expanded(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the mask (B, T) with further dimensions of size 1, as many as `values` (B, T, ...) has."""
+    return mask.view(*mask.shape, *(1,) * (values.ndim - mask.ndim))
 
 
 # ----------------------------------------------------------------------------------------- which rows come together

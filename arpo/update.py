@@ -214,6 +214,8 @@ def update_policy(
         logprobs, entropies = policy(micro, temperature)  # (B, T)
         if micro.old_logprobs is None:  # see `first_update_fills`
             metrics.merge(take_as_old(micro, logprobs, entropies, cfg))
+        if policy.sketch:
+            policy.sketch.take_rows(micro)
         inputs = LossInputs(
             logprobs,
             micro.old_logprobs,

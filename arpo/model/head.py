@@ -27,8 +27,29 @@ def token_logprobs(
     hidden (N, D), weight (V, D), targets (N,) int64. Both outputs have exact gradients; softmax runs in float32
     whatever the inputs' dtype. N = 0 still gives (zero) gradients. The entropy is the policy's own at temperature 1.
     """
+    logprobs, entropies, _ = scored_logprobs(
+        hidden, weight, targets, None, temperature=temperature, chunk_tokens=chunk_tokens
+    )
+    return logprobs, entropies
+
+
+def scored_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    directions: Tensor | None,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return `token_logprobs`, and the scores (N, R): the gradient of log p(target) by the hidden state, projected.
+
+    directions (D, R) is the projection: scores = (d log p(target) / d hidden) @ directions, without a gradient of their
+    own. They cost R / D of what the logits cost. None = no scores.
+    """
     assert hidden.ndim == 2 and weight.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
-    return _ChunkedHead.apply(hidden, weight, targets, float(temperature), int(chunk_tokens))
+    projected = None if directions is None else (weight.detach().float() @ directions) / temperature  # (V, R)
+    return _ChunkedHead.apply(hidden, weight, targets, projected, float(temperature), int(chunk_tokens))
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -61,23 +82,31 @@ def blocks(logits: Tensor) -> list[slice]:
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk_tokens):
+    def forward(ctx, hidden, weight, targets, projected, temperature, chunk_tokens):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, log_normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        scores = None if projected is None else projected[targets]  # (N, R)
         for start in range(0, len(hidden), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits = matmul(hidden[part], weight.t())  # (chunk, V)
-            found = [chunk_statistics(logits[rows], targets[part][rows], temperature) for rows in blocks(logits)]
-            logprobs[part], entropy[part], log_normalizer[part] = map(torch.cat, zip(*found, strict=True))
+            for rows in blocks(logits):
+                at = slice(start + rows.start, min(start + rows.stop, start + len(logits)))
+                logprobs[at], entropy[at], log_normalizer[at], expected = chunk_statistics(
+                    logits[rows], targets[at], temperature, projected
+                )
+                if scores is not None:
+                    scores[at] -= expected
             del logits  # before the next chunk's, which would be there beside them
         ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.set_materialize_grads(False)  # most losses use only one of the two outputs
-        return logprobs, entropy
+        if scores is not None:
+            ctx.mark_non_differentiable(scores)
+        return logprobs, entropy, scores
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(ctx, grad_logprobs, grad_entropy, _):
         hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         learns = ctx.needs_input_grad[1]  # not with LoRA, and then half of the work is saved
@@ -101,18 +130,23 @@ class _ChunkedHead(torch.autograd.Function):
             if learns:
                 grad_weight += matmul(grad_logits.t(), hidden[part])
             del logits, grad, grad_logits  # before the next chunk's, which would be there beside them
-        return grad_hidden, grad_weight.to(weight.dtype) if learns else None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype) if learns else None, None, None, None, None
 
 
-def chunk_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs of the targets, entropies, log normalizers, (N,) each. The (N, V) logits may be overwritten."""
+def chunk_statistics(
+    logits: Tensor, targets: Tensor, temperature: float, projected: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return logprobs of the targets, entropies, log normalizers, (N,) each, and the mean of `projected` (V, R) under
+    the distribution, (N, R). The (N, V) logits may be overwritten."""
     logits = logits.float()
     if temperature != 1.0:
         logits.div_(temperature)
     log_normalizer = logits.logsumexp(-1)
     log_p = logits.sub_(log_normalizer[:, None])
     logprobs = log_p.gather(1, targets[:, None])[:, 0]
-    return logprobs, -log_p.exp().mul_(log_p).sum(-1), log_normalizer
+    probs = log_p.exp()
+    expected = None if projected is None else probs @ projected
+    return logprobs, -probs.mul_(log_p).sum(-1), log_normalizer, expected
 
 
 def chunk_gradient(

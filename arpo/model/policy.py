@@ -22,9 +22,10 @@ from arpo.model import lora
 from arpo.model.attention import attention_backend, register
 from arpo.model.chat_template import excess_of
 from arpo.model.context_parallel import check_model, ulysses
-from arpo.model.head import token_logprobs
+from arpo.model.head import scored_logprobs
 from arpo.model.loading import build_on_meta, logits_divisor, materialize, read_weights
 from arpo.model.mixers import masks
+from arpo.model.sketch import GradientSketch
 
 Micro = TypeVar("Micro")
 HEAD_CHUNK_TOKENS = 1024
@@ -38,6 +39,8 @@ class Policy(nn.Module):
         super().__init__()
         self.hf = hf
         self.head_chunk_tokens = HEAD_CHUNK_TOKENS
+        self.sketch: GradientSketch | None = None
+        """Filled by forward passes with gradients, where there is one."""
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprobs of the response tokens and entropies (nats) of their distributions, (B, T) float32 each.

@@ -8,8 +8,8 @@ DIR/results.jsonl. The same command skips what is there and goes on; `--report_o
 pictures of what is there (frontier_report.py).
 
 A run has learnt when the right moves at the places that decide have a probability of 80 % after each of three steps in
-a row. A run of stage 1 ends there, or where it has cost twice the calls of the best run of its seed so far. A run of
-stage 2 goes on until it has done as many steps again.
+a row, and the others have kept theirs. A run of stage 1 ends there, or where it has cost twice the calls of the rule's
+best run of that seed so far. A run of stage 2 goes on until it has done as many steps again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, IN_A_ROW = 0.8, 3
+KEPT = 0.98
+"""Share of the probability of all other right moves that must be left."""
 CENSORED = 2.0
-"""A run of stage 1 ends at this many times the calls of the best run of its seed. It then counts as having needed as
-many."""
+"""A run of stage 1 ends at this many times the calls of its rule's best run of the seed. It counts as having needed
+twice what it spent."""
 GROUP_SIZES = (2, 3, 4, 6, 8, 16)
 TUNING_SEEDS = (30, 31)
 FRESH_SEEDS = tuple(range(40, 48))
@@ -57,7 +59,7 @@ class World:
 
 WORLDS = {
     "steps": World(),  # limited by the number of steps
-    "signal": World(num_prompts=1, rates=(0.25, 0.5, 1, 2), max_steps=240),  # limited by the noise of its gradients
+    "signal": World(num_prompts=1, rates=(0.25, 0.5, 1, 2), max_steps=200),  # limited by the noise of its gradients
     "silent": World("long_silent"),  # as the first, but a wrong way does not end the trail
     "unready": World(num_sft_steps=250),  # imitation has not come to its end: moves that were certain fail, too
 }
@@ -103,10 +105,17 @@ class Setting:
         return [*RULES[self.rule], *roots, "--rollout.group_size", str(self.group_size), *rate]
 
 
-def step_learnt(right: Sequence[float]) -> int | None:
-    """Return the number of the step that makes it three in a row at the target. [0.7, 0.8, 0.9, 0.8] -> 4"""
-    for step in range(IN_A_ROW, len(right) + 1):
-        if min(right[step - IN_A_ROW : step]) >= TARGET:
+def step_learnt(curve: Mapping[str, Sequence[float]]) -> int | None:
+    """Return the number of the step that makes it three in a row at the target; None = there is none.
+
+    Decisive moves right in 70, 80, 90, 80 %, the certain ones as before -> 4
+    """
+    certain = curve["certain"]
+    there = [
+        right >= TARGET and now >= KEPT * certain[0] for right, now in zip(curve["decisive"], certain, strict=True)
+    ]
+    for step in range(IN_A_ROW, len(there) + 1):
+        if all(there[step - IN_A_ROW : step]):
             return step
     return None
 
@@ -182,7 +191,7 @@ def train(folder: Path, flags: list[str], positions: str, to_the_end: bool, max_
         rows.append({name: round(values[metric], 5) for name, metric in COLUMNS.items() if metric in values})
         with (folder / "curve.jsonl").open("a") as file:
             file.write(json.dumps(rows[-1]) + "\n")
-        first = step_learnt([row["decisive"] for row in rows])
+        first = step_learnt({key: [row[key] for row in rows] for key in ("decisive", "certain")})
         if to_the_end:
             return first is not None and len(rows) >= max(2 * first, first + 8)
         return first is not None or sum(row["calls"] for row in rows) > max_calls
@@ -207,7 +216,7 @@ class Runs:
         """Return the line of a run; one that went on to the end serves both stages."""
         of = {"world": world, "seed": seed, **dataclasses.asdict(setting)}
         for line in self.lines:
-            if line["stage"] >= stage and all(line[key] == value for key, value in of.items()):
+            if line["stage"] >= stage and is_of(line, of):
                 return line
         return None
 
@@ -218,7 +227,10 @@ class Runs:
         model = self.prepare(world, seed)
         data = model.parent / "data"
         with self.lock:
-            best = min((c for line in self.lines if (c := self._cost_there(line, world, seed))), default=math.inf)
+            known = [
+                cost(line) for line in self.lines if is_of(line, {"world": world, "seed": seed, "rule": setting.rule})
+            ]
+        best = min(filter(None, known), default=math.inf)
         name = f"{setting.name}_seed{seed}_{stage}"
         folder = self.folder / world / name
         shutil.rmtree(folder, ignore_errors=True)
@@ -250,10 +262,6 @@ class Runs:
                 file.write(json.dumps(line) + "\n")
         print(f"{world} {name}: {cost(line) or math.nan:.0f} calls, {len(rows)} steps", flush=True)
         return line
-
-    @staticmethod
-    def _cost_there(line: dict, world: str, seed: int) -> float | None:
-        return cost(line) if (line["world"], line["seed"]) == (world, seed) else None
 
     def prepare(self, world: str, seed: int) -> Path:
         """Return the imitated model of a seed, beside its data; both are made if they are not there."""
@@ -288,19 +296,25 @@ class Runs:
 # ---- what a run has cost
 
 
+def is_of(line: dict, of: Mapping[str, object]) -> bool:
+    """Return whether a run has all of these."""
+    return all(line[key] == value for key, value in of.items())
+
+
 def cost(line: dict, what: str = "calls") -> float | None:
     """Return the calls (tokens, steps) of a run until it had learnt, interpolated; None = it never has, or lost it.
 
     It has learnt at the first of three steps in a row at the target. It must still be there at its last step.
     """
-    right = line["curve"]["decisive"]
-    step = step_learnt(right)
-    if step is None or right[-1] < TARGET:
+    right, certain = line["curve"]["decisive"], line["curve"]["certain"]
+    step = step_learnt(line["curve"])
+    if step is None or right[-1] < TARGET or certain[-1] < KEPT * certain[0]:
         return None
     k = step - IN_A_ROW
     costs = [1] * len(right) if what == "steps" else line["curve"][what]
     before = sum(costs[:k])
-    share = 1.0 if k == 0 else (TARGET - right[k - 1]) / (right[k] - right[k - 1])
+    is_crossing = k > 0 and right[k - 1] < TARGET
+    share = (TARGET - right[k - 1]) / (right[k] - right[k - 1]) if is_crossing else 1.0
     return before + share * costs[k]
 
 

@@ -1,0 +1,314 @@
+"""How many trajectories a step needs: what the noise of its gradient and the likeness of its branches say. Pure.
+
+Two numbers are pooled over a window of at least ten steps and 80 groups, and logged at its end:
+
+- `GradientNoise` compares the gradients of prompts. What they have in common is signal, the rest is noise (the gradient
+  noise scale, arXiv 1812.06162). The same with half of each group's trajectories says what a smaller group would lose.
+- `BranchWorth` compares the outcomes of branches and roots. A branch that ends as its parent does has shown nothing. The
+  formula for the best number of branches per root is that of cluster sampling (Cochran, Sampling Techniques, ch. 10).
+
+A window gives advice only where its whole 95 % interval says the same.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from arpo.advantages import group_advantages
+from arpo.options import AdvantageConfig
+from arpo.selection import is_dead
+from arpo.trajectory import Group, Trajectory
+
+NUM_STEPS, NUM_GROUPS = 10, 80
+"""Least steps and groups of a window."""
+UNIT_PROMPTS = 8
+"""Least prompts whose gradients are compared with each other; of smaller updates, several in a row are put together."""
+NUM_SPLITS = 4
+"""Random halves of each group."""
+NUM_RESAMPLES = 200
+"""Bootstrap samples of a window's groups."""
+ENOUGH, TOO_FEW = 1.5, 1.7
+"""Half the group is advised where it needs less than ENOUGH times the steps, and advised against above TOO_FEW."""
+MIXED = 0.5
+"""Share of groups with different rewards, below which larger groups are advised."""
+
+
+class Interval(NamedTuple):
+    """An estimate with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+class Needs(NamedTuple):
+    """What a window has shown."""
+
+    values: dict[str, float]
+    """Metrics (docs/metrics.md)."""
+    advice: str
+    """A line for the user, or ""."""
+
+
+NOTHING = Needs({}, "")
+
+
+# ---- the noise of a step's gradient
+
+
+def likeness(gradients: np.ndarray) -> float | None:
+    """Return the mean product of two prompts' gradients over the mean square of one. (P, R) -> -1/(P-1) .. 1
+
+    It estimates |E g|^2 / E |g|^2 without bias in both parts. None where all gradients are 0.
+    Gradients [1, 0], [1, 0] -> 1; [1, 0], [0, 1] -> 0.
+    """
+    num_prompts = len(gradients)
+    squares = float((gradients**2).sum())
+    if not squares:
+        return None
+    products = float((gradients.sum(0) ** 2).sum()) - squares
+    return products / (num_prompts - 1) / squares
+
+
+def signal_share(like: float, num_prompts: int) -> float:
+    """Return the share of signal in the square of an update's gradient, from the likeness of two prompts' gradients.
+
+    (0.5, 2 prompts) -> 0.667; (0, 8) -> 0; (1, 8) -> 1
+    """
+    like = min(max(like, 1e-9), 1.0)
+    return num_prompts * like / (1 + (num_prompts - 1) * like)
+
+
+def half_advantages(trajectories: Sequence[Trajectory], rng: random.Random, cfg: AdvantageConfig) -> np.ndarray | None:
+    """Return (2, N): each trajectory's advantage in the random half of the group that it is in, 0 in the other half.
+
+    None where a half would have fewer than two.
+    """
+    size = len(trajectories) // 2
+    if size < 2:
+        return None
+    order = rng.sample(range(len(trajectories)), len(trajectories))
+    advantages = np.zeros((2, len(trajectories)))
+    for half in (0, 1):
+        chosen = order[half * size : (half + 1) * size]
+        rewards = [trajectories[i].reward for i in chosen]
+        normalized = group_advantages(rewards, [0] * size, normalize_std=cfg.normalize == "group")
+        advantages[half, chosen] = normalized.numpy()
+    return advantages
+
+
+class GradientNoise:
+    """Watches the gradients of a run's updates."""
+
+    def __init__(self, advantage: AdvantageConfig, num_prompts: int):
+        """num_prompts: of an update."""
+        self.advantage, self.num_prompts = advantage, num_prompts
+        self.can_halve = advantage.kind == "grpo" and advantage.tree == "soft" and advantage.normalize != "batch"
+        self.rng = random.Random(0)
+        self.full: list[np.ndarray] = []
+        """Of each prompt since the last unit: its gradient (R,)."""
+        self.halves: list[np.ndarray] = []
+        """The same with half of its trajectories (2 * NUM_SPLITS, R)."""
+        self.units: list[tuple[float, float | None]] = []
+        """Likeness of each unit of the window, with the groups as they are and with half of each."""
+        self.num_steps = self.num_groups = self.num_mixed = 0
+
+    def add(self, groups: Sequence[Group], rows: Sequence[tuple[int, Trajectory]], sums: dict[int, np.ndarray]) -> None:
+        """Add the groups of an update. rows: (group index, trajectory) of each row; sums: its sketch (2, R), by row.
+
+        The first half of a sketch is weighted with advantages, the second is not (model/sketch.py).
+        """
+        num_numbers = next(iter(sums.values())).shape[1] if sums else 1
+        for index, group in enumerate(groups):
+            members = [(t, sums[row]) for row, (of, t) in enumerate(rows) if of == index and row in sums]
+            self.num_groups += 1
+            self.num_mixed += not is_dead(group)
+            halves = np.zeros((2 * NUM_SPLITS, num_numbers))
+            full = np.zeros(num_numbers)
+            if members:
+                full = sum(sketch[0] for _, sketch in members)
+                splits = [self._halves([t for t, _ in members]) for _ in range(NUM_SPLITS)]
+                if splits[0] is not None:
+                    halves = np.concatenate(splits) @ np.stack([sketch[1] for _, sketch in members])
+            self.full.append(full)
+            self.halves.append(halves)
+        if len(self.full) >= UNIT_PROMPTS:
+            self._close_unit()
+
+    def _halves(self, trajectories: list[Trajectory]) -> np.ndarray | None:
+        return half_advantages(trajectories, self.rng, self.advantage) if self.can_halve else None
+
+    def _close_unit(self) -> None:
+        like = likeness(np.stack(self.full))
+        if like is not None:
+            by_half = (likeness(half) for half in np.stack(self.halves, 1))
+            known = [value for value in by_half if value is not None]
+            self.units.append((like, float(np.mean(known)) if known else None))
+        self.full, self.halves = [], []
+
+    def end_of_step(self) -> Needs:
+        """Return what the window has shown, where it ends with this step."""
+        self.num_steps += 1
+        if self.num_steps < NUM_STEPS or self.num_groups < NUM_GROUPS:
+            return NOTHING
+        units, mixed = self.units, self.num_mixed / self.num_groups
+        self.units, self.num_steps, self.num_groups, self.num_mixed = [], 0, 0, 0
+        if len(units) < 3:
+            return NOTHING
+        share = jackknife([like for like, _ in units], lambda like: signal_share(like, self.num_prompts))
+        values = {"gradient/signal_share": share.value, "gradient/noise_scale": self.num_prompts * (1 / share.value - 1)}
+        pairs = [pair for pair in units if pair[1] is not None]
+        if len(pairs) < 3:
+            return Needs(values, "")
+        steps = jackknife(pairs, self._steps_with_half)
+        values |= {f"gradient/half_group_steps{end}": value for end, value in zip(("", "_low", "_high"), steps)}
+        return Needs(values, noise_advice(share, steps, mixed))
+
+    def _steps_with_half(self, means: np.ndarray) -> float:
+        """Return how many times the steps half the group would need, from the mean likeness with all and with half."""
+        full, half = (signal_share(like, self.num_prompts) for like in means)
+        return full / half
+
+
+def jackknife(samples: Sequence[float] | Sequence[tuple[float, ...]], function) -> Interval:
+    """Return function(mean of the samples), a positive number, with its 95 % interval on a logarithmic scale.
+
+    The interval comes from leaving out one sample at a time.
+    """
+    values = np.asarray(samples, dtype=float)
+    count = len(values)
+    centre = function(values.mean(0))
+    without = np.log([function(np.delete(values, i, axis=0).mean(0)) for i in range(count)])
+    half = 2.26 * math.sqrt((count - 1) * without.var())  # t of nine degrees of freedom
+    return Interval(centre, centre * math.exp(-half), centre * math.exp(half))
+
+
+def noise_advice(share: Interval, steps: Interval, mixed: float) -> str:
+    """Return a line that says what follows, or "" where the interval allows both."""
+    said = f"{share.value:.0%} of a step's gradient is signal"
+    if mixed < MIXED:
+        return f"{said}, and only {mixed:.0%} of the groups have different rewards: more roots, or larger groups"
+    calls = Interval(*(value / 2 for value in steps))
+    if steps.high < ENOUGH:
+        return f"{said}: half the group would teach as much, with {calls} of the calls; then try twice the learning rate"
+    if steps.low > TOO_FEW:
+        return f"{said}: half the group would need {steps} times the steps, so it saves nothing"
+    return ""
+
+
+# ---- the worth of a branch
+
+
+class GroupPairs(NamedTuple):
+    """What a group counts for in the worth of a branch."""
+
+    num_within: int
+    """Pairs of a branch and its parent."""
+    differ_within: int
+    """Those of them with different outcomes."""
+    num_between: int
+    """Pairs of trajectories that have no root in common."""
+    differ_between: int
+    num_roots: int
+    root_calls: float
+    """Tool calls of all roots."""
+    num_branches: int
+    branch_calls: float
+    """Tool calls that branches made themselves."""
+
+
+def outcome(t: Trajectory) -> float | bool:
+    """Return whether it is right; the reward, where that does not say."""
+    return t.reward if t.is_solved is None else t.is_solved
+
+
+def pairs_of(group: Group) -> GroupPairs:
+    """Count a group's pairs."""
+    judged = [t for t in group.trajectories if t.is_judged]
+    by_id = {t.trajectory_id: t for t in judged}
+    within = [(t, by_id[t.parent_id]) for t in judged if t.parent_id in by_id]
+    root = {t.trajectory_id: t.trajectory_id.partition(".")[0] for t in judged}
+    between = [(a, b) for a, b in combinations(judged, 2) if root[a.trajectory_id] != root[b.trajectory_id]]
+    roots = [t for t in judged if t.parent_id is None]
+    branches = [t for t in judged if t.parent_id is not None]
+    return GroupPairs(
+        len(within),
+        sum(outcome(a) != outcome(b) for a, b in within),
+        len(between),
+        sum(outcome(a) != outcome(b) for a, b in between),
+        len(roots),
+        sum(len(t.own_tool_calls) for t in roots),
+        len(branches),
+        sum(len(t.own_tool_calls) for t in branches),
+    )
+
+
+def worth(totals: np.ndarray) -> tuple[float, float, float] | None:
+    """Return rho, a branch's calls relative to a root's, and K*, from the sums (8,) of groups' `GroupPairs`.
+
+    rho = 1 - P(branch and parent differ) / P(two roots differ) is how alike a branch and its parent are.
+    K* = sqrt(c_prefix / c_leaf * (1 - rho) / rho) is the best number of trajectories per root: c_leaf are the calls of a
+    branch, c_prefix those that it shares. None where nothing differs, or no call was made.
+    """
+    within, differ_within, between, differ_between, roots, root_calls, branches, branch_calls = map(float, totals)
+    if not (within and differ_between and root_calls and branch_calls):
+        return None
+    rho = 1 - (differ_within / within) / (differ_between / between)
+    rho = min(max(rho, 0.001), 0.999)
+    cost = (branch_calls / branches) / (root_calls / roots)
+    return rho, cost, math.sqrt(max(1 / cost - 1, 0.0) * (1 - rho) / rho)
+
+
+class BranchWorth:
+    """Watches how differently branches end."""
+
+    def __init__(self, group_size: int):
+        self.group_size = group_size
+        self.num_steps = 0
+        self.pairs: list[GroupPairs] = []
+
+    def add(self, groups: Sequence[Group]) -> Needs:
+        """Add a step's scored groups. Return what the window has shown, where it ends with this step."""
+        self.num_steps += 1
+        self.pairs += [pairs_of(group) for group in groups if len(group.trajectories) > 1]
+        if self.num_steps < NUM_STEPS or len(self.pairs) < NUM_GROUPS:
+            return NOTHING
+        table = np.array(self.pairs, dtype=float)  # (groups, 8)
+        self.num_steps, self.pairs = 0, []
+        found = worth(table.sum(0))
+        if not found:
+            return NOTHING
+        rng = np.random.default_rng(0)
+        drawn = (worth(table[rng.integers(len(table), size=len(table))].sum(0)) for _ in range(NUM_RESAMPLES))
+        samples = np.array([sample for sample in drawn if sample])
+        rho = Interval(found[0], *np.quantile(samples[:, 0], (0.025, 0.975)))
+        roots = Interval(*map(self._roots, (found[2], *np.quantile(samples[:, 2], (0.975, 0.025)))))
+        now = table[:, 4].mean()
+        values = {"branching/branch_cost": found[1]}
+        values |= {f"branching/rho{end}": value for end, value in zip(("", "_low", "_high"), rho)}
+        values |= {f"branching/roots_advised{end}": value for end, value in zip(("", "_low", "_high"), roots)}
+        return Needs(values, self._advice(rho, roots, found[1], now))
+
+    def _roots(self, leaves_per_root: float) -> float:
+        """Return the number of roots for so many trajectories per root."""
+        return min(max(self.group_size / max(leaves_per_root, 1e-9), 1.0), float(self.group_size))
+
+    def _advice(self, rho: Interval, roots: Interval, cost: float, now: float) -> str:
+        if roots.low <= now <= roots.high:
+            return ""
+        leaves = self.group_size / now
+        branch = (1 - rho.value) / (1 + (leaves - 1) * rho.value)
+        more = "more" if now < roots.low else "fewer"
+        return (
+            f"a branch is worth {branch:.2f} of a root and costs {cost:.2f} of its calls: {more} roots than {now:.0f} "
+            f"would teach more per call ({roots.value:.0f} [{roots.low:.0f}, {roots.high:.0f}] of {self.group_size})"
+        )
