@@ -106,9 +106,11 @@ from arpo.model.attention import attention_backend, resolve_layout
 from arpo.model.critic import TrainedCritic, fill_values
 from arpo.model.optim import build_optimizer, set_learning_rate
 from arpo.model.policy import check_companion
+from arpo.model.sketch import GradientSketch
 from arpo.sampling import Rollouts, Sampler
 from arpo.sampling.environment import Environment
 from arpo.sampling.scoring import Scoring
+from arpo.sampling.step_needs import GradientNoise
 from arpo.start.costs import expected_calls
 from arpo.start.memory import Job, check_memory, sizes_of
 from arpo.start.trial import try_functions
@@ -119,6 +121,7 @@ from arpo.update import (
     fill_ref_logprobs,
     first_update_fills,
     make_minibatches,
+    step_sketches,
     update_policy,
     worth_an_update,
 )
@@ -159,8 +162,8 @@ def main(cfg: RLConfig) -> None:
     rollouts = Rollouts(sampler, order, prompts, cfg.advantage, num_steps)
     rollouts.go_on_from(saver.progress, saver.rank_files, done_steps=done_steps)
     rollouts.validate_on(valid_prompts, log, run, done_steps)
-
     alarms = Alarms(run, log, dist, done_steps)
+    noise = GradientNoise(cfg.advantage, cfg.update.num_prompts_per_minibatch, log) if policy.sketch else None
     progress, stop = log.progress(num_steps, "step", done=done_steps), ranks.StopRequest()
     for step in range(done_steps + 1, num_steps + 1):
         timers, metrics, loss = ranks.Timers(), Metrics(), towards_target(cfg.loss, alarms.values["entropy"])
@@ -199,6 +202,7 @@ def main(cfg: RLConfig) -> None:
         values = batch.values | rollouts.after_update(step, timers)
         metrics.merge(memory_metrics(dist.device))
         values |= dist.step_times(timers) | dist.reduce_metrics(metrics).values()
+        values |= noise.of_step(step, step_sketches(policy, minibatches, dist)) if noise else {}
         is_final = step == num_steps or rollouts.must_stop or stop.agreed(dist)
         log.scalars(step, values | speeds(values, dist.world_size), distributions(batch.sampled))
         if run.dump_every and (step == num_steps or step % run.dump_every == 0):
@@ -210,9 +214,8 @@ def main(cfg: RLConfig) -> None:
         if is_final:
             break
 
-    progress.close()
     log.finish()
-    for part in (env.tools, engine, dist):
+    for part in (progress, env.tools, engine, dist):
         part.close()
 
 
@@ -252,6 +255,8 @@ def load_models(
     max_len = cfg.max_model_len
     policy = load_policy(cfg.model, dist.mesh, device=dist.device, max_model_len=max_len, seed=cfg.run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
+    if cfg.update.measure_noise:
+        policy.sketch = GradientSketch(policy.hf.config.get_text_config().hidden_size, dist.device)
     critic = reference = None
     if cfg.advantage.needs_critic:
         critic = TrainedCritic.load(cfg.critic_model, cfg.critic_optim, num_updates, dist, max_model_len=max_len)

@@ -32,6 +32,7 @@ from arpo.model.policy import accumulating
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
 from arpo.rollout_correction import rollout_weights
+from arpo.sampling.step_needs import SketchedMinibatch
 from arpo.selection import training_trajectories
 from arpo.trajectory import Group, Trajectory
 from arpo.tree import tree_microbatches
@@ -242,6 +243,20 @@ def update_policy(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return metrics
+
+
+def step_sketches(policy: Policy, minibatches: list[Minibatch], dist: Ranks) -> list[SketchedMinibatch]:
+    """Return what the policy's sketch has collected in the updates of a step, of all ranks. Collective."""
+    mine = policy.sketch.collected([len(minibatch.micros) for minibatch in minibatches])
+    totals: list[dict[int, np.ndarray]] = [{} for _ in minibatches]
+    for part in dist.all_gather_objects(mine):
+        for total, rows in zip(totals, part, strict=True):
+            for row_id, sums in rows.items():  # ranks that share a row's tokens have a part of its sum each
+                total[row_id] = total.get(row_id, 0.0) + sums
+    return [
+        SketchedMinibatch(minibatch.groups, minibatch.trajectories, rows)
+        for minibatch, rows in zip(minibatches, totals, strict=True)
+    ]
 
 
 def global_statistics(micros: list[torch.Tensor], dist: Ranks) -> tuple[float, float]:

@@ -267,3 +267,6 @@ class UpdateConfig:
     layout: Annotated[Literal["auto", "packed", "tree"], MAY_CHANGE] = "auto"
     """packed = trajectories one after the other; tree = the tokens that they share (prompt, before a fork) are computed
     once, with the same loss and gradients. auto = tree, but packed for groups of one."""
+    measure_noise: Annotated[bool, MAY_CHANGE] = True
+    """Measure how much of an update's gradient is signal, and say where a smaller or larger group would teach more per
+    call (gradient/* in docs/metrics.md). It costs less than a hundredth of a step."""

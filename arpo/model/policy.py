@@ -51,13 +51,18 @@ class Policy(nn.Module):
         hidden = hidden_states(self.hf.base_model, micro)
         # Without a loss token the head runs on none: its gradients are zeros, and the ranks' collectives still match.
         sources, targets = micro.head_inputs()
-        logprobs, entropies = token_logprobs(
-            hidden[sources],
+        inputs = hidden[sources]
+        sketch = self.sketch if torch.is_grad_enabled() else None
+        logprobs, entropies, scores = scored_logprobs(
+            inputs,
             self.hf.lm_head.weight,  # whole: inside the root's forward, gathered once whatever the number of chunks
             targets,
+            sketch.directions if sketch else None,
             temperature=temperature * logits_divisor(self.hf),
             chunk_tokens=self.head_chunk_tokens,
         )
+        if sketch:
+            sketch.take_tokens(micro, inputs, scores)
         return micro.to_rows(logprobs), micro.to_rows(entropies)
 
     def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

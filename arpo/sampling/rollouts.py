@@ -20,6 +20,7 @@ from arpo.sampling.carry_over import CarryOver
 from arpo.sampling.health import ToolHealth
 from arpo.sampling.sampler import Sampler
 from arpo.sampling.sources import OneRollout, Refilled
+from arpo.sampling.step_needs import BranchWorth
 from arpo.sampling.validation import Validation
 from arpo.selection import groups_to_train_on
 from arpo.tools import take_counts
@@ -59,6 +60,7 @@ class Rollouts:
         self.num_drawn = self.first_drawn = 0
         """Prompts of the data that the run has drawn: so far, and before the step that is under way."""
         self.health, self.signal = ToolHealth(), BranchingSignal(sampler.branching)
+        self.worth = BranchWorth(sampler.rollout.group_size)
         self.go_on_from({}, (), done_steps=0)
 
     def go_on_from(self, state: dict, rank_files: Sequence[Path], *, done_steps: int) -> None:
@@ -129,10 +131,10 @@ class Rollouts:
         ranks, tools = self.sampler.team.ranks, self.sampler.tools
         share = sampled[ranks.rank :: ranks.world_size]  # each rank counts its share once
         metrics = rollout_metrics(share, self.sources, take_counts(tools.tools), step)
-        values = self.signal.add(sampled) | heard(self.order, sampled)
+        values = self.signal.add(sampled) | self.worth.add(sampled) | heard(self.order, sampled)
         may_train = self.health.may_train(sampled, self.first_drawn)
         groups = groups_to_train_on(sampled, self.num_prompts, self.advantage) if may_train else []
-        for warning in filter(None, (self.signal.warning, self.health.warning)):
+        for warning in filter(None, (self.signal.warning, self.worth.warning, self.health.warning)):
             self.sampler.log.line(f"step {step}: {warning}")
         return Batch(sampled, groups, metrics, values)
 

@@ -1,11 +1,11 @@
 """How many trajectories a step needs: what the noise of its gradient and the likeness of its branches say. Pure.
 
-Two numbers are pooled over a window of at least ten steps and 80 groups, and logged at its end:
+Both classes pool over a window of at least ten steps and 80 groups, and report at its end:
 
 - `GradientNoise` compares the gradients of prompts. What they have in common is signal, the rest is noise (the gradient
   noise scale, arXiv 1812.06162). The same with half of each group's trajectories says what a smaller group would lose.
-- `BranchWorth` compares the outcomes of branches and roots. A branch that ends as its parent does has shown nothing. The
-  formula for the best number of branches per root is that of cluster sampling (Cochran, Sampling Techniques, ch. 10).
+- `BranchWorth` compares the outcomes of branches and roots. A branch that ends as its parent does has shown nothing.
+  The formula for the best number of branches per root is that of cluster sampling (Cochran, Sampling Techniques).
 
 A window gives advice only where its whole 95 % interval says the same.
 """
@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from arpo.advantages import group_advantages
+from arpo.advantages import z_scores
+from arpo.log import Console
 from arpo.options import AdvantageConfig
 from arpo.selection import is_dead
 from arpo.trajectory import Group, Trajectory
@@ -29,11 +30,13 @@ NUM_STEPS, NUM_GROUPS = 10, 80
 """Least steps and groups of a window."""
 UNIT_PROMPTS = 8
 """Least prompts whose gradients are compared with each other; of smaller updates, several in a row are put together."""
+LEAST_UNITS = 4
+"""Least units of a window that say anything."""
 NUM_SPLITS = 4
 """Random halves of each group."""
 NUM_RESAMPLES = 200
 """Bootstrap samples of a window's groups."""
-ENOUGH, TOO_FEW = 1.5, 1.7
+ENOUGH, TOO_FEW = 1.25, 1.3
 """Half the group is advised where it needs less than ENOUGH times the steps, and advised against above TOO_FEW."""
 MIXED = 0.5
 """Share of groups with different rewards, below which larger groups are advised."""
@@ -50,16 +53,9 @@ class Interval(NamedTuple):
         return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-class Needs(NamedTuple):
-    """What a window has shown."""
-
-    values: dict[str, float]
-    """Metrics (docs/metrics.md)."""
-    advice: str
-    """A line for the user, or ""."""
-
-
-NOTHING = Needs({}, "")
+def named(name: str, interval: Interval) -> dict[str, float]:
+    """Return the metrics NAME, NAME_low and NAME_high."""
+    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 # ---- the noise of a step's gradient
@@ -100,18 +96,28 @@ def half_advantages(trajectories: Sequence[Trajectory], rng: random.Random, cfg:
     advantages = np.zeros((2, len(trajectories)))
     for half in (0, 1):
         chosen = order[half * size : (half + 1) * size]
-        rewards = [trajectories[i].reward for i in chosen]
-        normalized = group_advantages(rewards, [0] * size, normalize_std=cfg.normalize == "group")
-        advantages[half, chosen] = normalized.numpy()
+        advantages[half, chosen] = z_scores(np.array([trajectories[i].reward for i in chosen]), cfg, ddof=1)
     return advantages
+
+
+class SketchedMinibatch(NamedTuple):
+    """The groups of an update, and the sketches of their gradients."""
+
+    groups: list[Group]
+    trajectories: list[tuple[int, Trajectory]]
+    """(index in `groups`, trajectory) of each row."""
+    rows: dict[int, np.ndarray]
+    """Row -> its sketch (2, R): with the tokens' advantages, and without (model/sketch.py)."""
 
 
 class GradientNoise:
     """Watches the gradients of a run's updates."""
 
-    def __init__(self, advantage: AdvantageConfig, num_prompts: int):
-        """num_prompts: of an update."""
-        self.advantage, self.num_prompts = advantage, num_prompts
+    def __init__(self, advantage: AdvantageConfig, num_prompts: int, log: Console):
+        """num_prompts: of an update. The advice goes to the log."""
+        self.advantage = advantage
+        self.num_prompts = num_prompts
+        self.log = log
         self.can_halve = advantage.kind == "grpo" and advantage.tree == "soft" and advantage.normalize != "batch"
         self.rng = random.Random(0)
         self.full: list[np.ndarray] = []
@@ -122,23 +128,35 @@ class GradientNoise:
         """Likeness of each unit of the window, with the groups as they are and with half of each."""
         self.num_steps = self.num_groups = self.num_mixed = 0
 
-    def add(self, groups: Sequence[Group], rows: Sequence[tuple[int, Trajectory]], sums: dict[int, np.ndarray]) -> None:
-        """Add the groups of an update. rows: (group index, trajectory) of each row; sums: its sketch (2, R), by row.
+    def of_step(self, step: int, minibatches: Sequence[SketchedMinibatch]) -> dict[str, float]:
+        """Add the updates of a step. Return the metrics of the window that it ends, and log what follows from them."""
+        for minibatch in minibatches:
+            self._add(minibatch)
+        self.num_steps += 1
+        if self.num_steps < NUM_STEPS or self.num_groups < NUM_GROUPS:
+            return {}
+        values, advice = self._close_window()
+        if advice:
+            self.log.line(f"step {step}: {advice} (docs/branching.md)")
+        return values
 
-        The first half of a sketch is weighted with advantages, the second is not (model/sketch.py).
-        """
-        num_numbers = next(iter(sums.values())).shape[1] if sums else 1
-        for index, group in enumerate(groups):
-            members = [(t, sums[row]) for row, (of, t) in enumerate(rows) if of == index and row in sums]
+    def _add(self, minibatch: SketchedMinibatch) -> None:
+        size = next(iter(minibatch.rows.values())).shape[1] if minibatch.rows else 1
+        for index, group in enumerate(minibatch.groups):
+            of_group = [
+                (t, minibatch.rows[row])
+                for row, (of, t) in enumerate(minibatch.trajectories)
+                if of == index and row in minibatch.rows
+            ]
             self.num_groups += 1
             self.num_mixed += not is_dead(group)
-            halves = np.zeros((2 * NUM_SPLITS, num_numbers))
-            full = np.zeros(num_numbers)
-            if members:
-                full = sum(sketch[0] for _, sketch in members)
-                splits = [self._halves([t for t, _ in members]) for _ in range(NUM_SPLITS)]
+            full = np.zeros(size)
+            halves = np.zeros((2 * NUM_SPLITS, size))
+            if of_group:
+                full = sum(sketch[0] for _, sketch in of_group)
+                splits = [self._halves([t for t, _ in of_group]) for _ in range(NUM_SPLITS)]
                 if splits[0] is not None:
-                    halves = np.concatenate(splits) @ np.stack([sketch[1] for _, sketch in members])
+                    halves = np.concatenate(splits) @ np.stack([sketch[1] for _, sketch in of_group])
             self.full.append(full)
             self.halves.append(halves)
         if len(self.full) >= UNIT_PROMPTS:
@@ -155,28 +173,32 @@ class GradientNoise:
             self.units.append((like, float(np.mean(known)) if known else None))
         self.full, self.halves = [], []
 
-    def end_of_step(self) -> Needs:
-        """Return what the window has shown, where it ends with this step."""
-        self.num_steps += 1
-        if self.num_steps < NUM_STEPS or self.num_groups < NUM_GROUPS:
-            return NOTHING
-        units, mixed = self.units, self.num_mixed / self.num_groups
-        self.units, self.num_steps, self.num_groups, self.num_mixed = [], 0, 0, 0
-        if len(units) < 3:
-            return NOTHING
+    def _close_window(self) -> tuple[dict[str, float], str]:
+        units = self.units
+        mixed = self.num_mixed / self.num_groups
+        self.units = []
+        self.num_steps = self.num_groups = self.num_mixed = 0
+        if len(units) < LEAST_UNITS:
+            return {}, ""
         share = jackknife([like for like, _ in units], lambda like: signal_share(like, self.num_prompts))
-        values = {"gradient/signal_share": share.value, "gradient/noise_scale": self.num_prompts * (1 / share.value - 1)}
+        values = {
+            "gradient/signal_share": share.value,
+            "gradient/noise_scale": self.num_prompts * (1 / share.value - 1),
+        }
         pairs = [pair for pair in units if pair[1] is not None]
-        if len(pairs) < 3:
-            return Needs(values, "")
+        if len(pairs) < LEAST_UNITS:
+            return values, ""
         steps = jackknife(pairs, self._steps_with_half)
-        values |= {f"gradient/half_group_steps{end}": value for end, value in zip(("", "_low", "_high"), steps)}
-        return Needs(values, noise_advice(share, steps, mixed))
+        return values | named("gradient/half_group_steps", steps), noise_advice(share, steps, mixed)
 
     def _steps_with_half(self, means: np.ndarray) -> float:
-        """Return how many times the steps half the group would need, from the mean likeness with all and with half."""
+        """Return how many times the steps half the group would need, from the mean likeness with all and with half.
+
+        Adam's steps have the same length whatever the noise, so the part of a step that goes along the signal is the
+        square root of the share.
+        """
         full, half = (signal_share(like, self.num_prompts) for like in means)
-        return full / half
+        return math.sqrt(full / half)
 
 
 def jackknife(samples: Sequence[float] | Sequence[tuple[float, ...]], function) -> Interval:
@@ -199,7 +221,9 @@ def noise_advice(share: Interval, steps: Interval, mixed: float) -> str:
         return f"{said}, and only {mixed:.0%} of the groups have different rewards: more roots, or larger groups"
     calls = Interval(*(value / 2 for value in steps))
     if steps.high < ENOUGH:
-        return f"{said}: half the group would teach as much, with {calls} of the calls; then try twice the learning rate"
+        return (
+            f"{said}: half the group would teach as much, with {calls} of the calls; then try twice the learning rate"
+        )
     if steps.low > TOO_FEW:
         return f"{said}: half the group would need {steps} times the steps, so it saves nothing"
     return ""
@@ -256,8 +280,8 @@ def worth(totals: np.ndarray) -> tuple[float, float, float] | None:
     """Return rho, a branch's calls relative to a root's, and K*, from the sums (8,) of groups' `GroupPairs`.
 
     rho = 1 - P(branch and parent differ) / P(two roots differ) is how alike a branch and its parent are.
-    K* = sqrt(c_prefix / c_leaf * (1 - rho) / rho) is the best number of trajectories per root: c_leaf are the calls of a
-    branch, c_prefix those that it shares. None where nothing differs, or no call was made.
+    K* = sqrt(c_prefix / c_leaf * (1 - rho) / rho) is the best number of trajectories per root: c_leaf are the calls of
+    a branch, c_prefix those that it shares. None where nothing differs, or no call was made.
     """
     within, differ_within, between, differ_between, roots, root_calls, branches, branch_calls = map(float, totals)
     if not (within and differ_between and root_calls and branch_calls):
@@ -273,30 +297,33 @@ class BranchWorth:
 
     def __init__(self, group_size: int):
         self.group_size = group_size
+        self.warning = ""
+        """What follows from the window that the step added last has ended; "" where nothing does."""
         self.num_steps = 0
         self.pairs: list[GroupPairs] = []
 
-    def add(self, groups: Sequence[Group]) -> Needs:
-        """Add a step's scored groups. Return what the window has shown, where it ends with this step."""
+    def add(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Add a step's scored groups. Return the metrics of the window that it ends."""
+        self.warning = ""
         self.num_steps += 1
         self.pairs += [pairs_of(group) for group in groups if len(group.trajectories) > 1]
         if self.num_steps < NUM_STEPS or len(self.pairs) < NUM_GROUPS:
-            return NOTHING
+            return {}
         table = np.array(self.pairs, dtype=float)  # (groups, 8)
-        self.num_steps, self.pairs = 0, []
+        self.num_steps = 0
+        self.pairs = []
         found = worth(table.sum(0))
         if not found:
-            return NOTHING
+            return {}
+        rho, cost, leaves_per_root = found
         rng = np.random.default_rng(0)
         drawn = (worth(table[rng.integers(len(table), size=len(table))].sum(0)) for _ in range(NUM_RESAMPLES))
         samples = np.array([sample for sample in drawn if sample])
-        rho = Interval(found[0], *np.quantile(samples[:, 0], (0.025, 0.975)))
-        roots = Interval(*map(self._roots, (found[2], *np.quantile(samples[:, 2], (0.975, 0.025)))))
-        now = table[:, 4].mean()
-        values = {"branching/branch_cost": found[1]}
-        values |= {f"branching/rho{end}": value for end, value in zip(("", "_low", "_high"), rho)}
-        values |= {f"branching/roots_advised{end}": value for end, value in zip(("", "_low", "_high"), roots)}
-        return Needs(values, self._advice(rho, roots, found[1], now))
+        rhos = Interval(rho, *np.quantile(samples[:, 0], (0.025, 0.975)))
+        most, least = np.quantile(samples[:, 2], (0.975, 0.025))
+        roots = Interval(*map(self._roots, (leaves_per_root, most, least)))
+        self.warning = self._advice(rhos, roots, cost, now=table[:, 4].mean())
+        return {"branching/branch_cost": cost} | named("branching/rho", rhos) | named("branching/roots_advised", roots)
 
     def _roots(self, leaves_per_root: float) -> float:
         """Return the number of roots for so many trajectories per root."""

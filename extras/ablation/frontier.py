@@ -2,10 +2,10 @@
 
     python -m extras.ablation.frontier --dir runs/frontier --worlds rare steps --parallel 2
 
-Each world is a variant of the demo's task `long`. Stage 1 looks for each rule's best settings, on seeds of its own.
-Stage 2 compares the rules at these settings, on fresh seeds, to the end of the runs. Every run adds a line to
-DIR/results.jsonl. The same command skips what is there and goes on; `--report_only` writes DIR/TABLE.md and the
-pictures of what is there (frontier_report.py).
+Each world is a variant of the demo's task `long`. Stage 1 looks for the best settings of GRPO and of top_h, on seeds of
+its own; the other rules take over top_h's. Stage 2 compares the rules on fresh seeds, to the end of the runs. Every run
+adds a line to DIR/results.jsonl. The same command skips what is there and goes on; `--report_only` writes DIR/TABLE.md
+and the pictures of what is there (frontier_report.py).
 
 A run has learnt when the right moves at the places that decide have a probability of 80 % after each of three steps in
 a row, and the others have kept theirs. A run of stage 1 ends there, or where it has cost twice the calls of the rule's
@@ -55,13 +55,17 @@ class World:
     rates: tuple[float, ...] = (1, 2, 4)
     """Factors of the learning rate 7e-4 to try."""
     max_steps: int = 72
+    settings_of: str = ""
+    """World whose best settings are taken over; "" = it has its own."""
 
 
 WORLDS = {
     "steps": World(),  # limited by the number of steps
-    "signal": World(num_prompts=1, rates=(0.25, 0.5, 1, 2), max_steps=200),  # limited by the noise of its gradients
-    "silent": World("long_silent"),  # as the first, but a wrong way does not end the trail
-    "unready": World(num_sft_steps=250),  # imitation has not come to its end: moves that were certain fail, too
+    "signal": World(num_prompts=2, rates=(0.5, 1, 2), max_steps=80),  # limited by the noise of its gradients
+    # imitation has not come to its end: moves that were certain fail, too
+    "unready": World(num_sft_steps=250, settings_of="steps"),
+    # as the first, but a wrong way does not end the trail
+    "silent": World("long_silent", settings_of="steps"),
 }
 POSITIONS = f"{ROOT / 'extras/ablation/positions.py'}:positions"
 RULES: dict[str, list[str]] = {
@@ -78,7 +82,8 @@ RULES: dict[str, list[str]] = {
     "positions": ["--branching.selector", POSITIONS],
 }
 """Rule -> the flags of train_rl.py. `positions` is the blind control: forks as often at each turn as top_h, whatever
-the entropies; it takes over top_h's settings."""
+the entropies. It comes after top_h."""
+TUNED = ("grpo", "top_h")
 WITHOUT_ROOTS = ("grpo", "aepo")
 
 
@@ -334,25 +339,28 @@ def roots_of(rule: str, group_size: int) -> list[int]:
 
 
 def best_setting(rule: str, rates: Sequence[float], evaluate: Callable[[Sequence[Setting]], list[float]]) -> Setting:
-    """Return a rule's best setting: of GRPO, the rival, of all; of others by one coordinate after the other."""
-    if rule == "grpo":
-        everything = [Setting(rule, size, size, rate) for rate in rates for size in GROUP_SIZES]
-        costs = evaluate(everything)
-        return everything[costs.index(min(costs))]
-    best = Setting(rule, 4, 4 if rule in WITHOUT_ROOTS else 1, rates[1])
-    for vary in ("rate", "size", "roots", "rate"):
+    """Return a rule's best setting, by one coordinate after the other; GRPO, the rival, gets a second round."""
+    has_roots = rule not in WITHOUT_ROOTS
+    best = Setting(rule, 4, 1 if has_roots else 4, rates[1])
+    for vary in ("size", "rate", "size", "rate") if rule == "grpo" else ("size", "rate", "roots", "rate"):
         if vary == "rate":
             tried = [dataclasses.replace(best, rate=rate) for rate in rates]
         elif vary == "roots":
             tried = [dataclasses.replace(best, num_roots=n) for n in roots_of(rule, best.group_size)]
         else:
-            sizes = [size for size in GROUP_SIZES if size > best.num_roots or rule in WITHOUT_ROOTS]
+            sizes = [size for size in GROUP_SIZES if size > best.num_roots or not has_roots]
             tried = [
-                Setting(rule, size, size if rule in WITHOUT_ROOTS else best.num_roots, best.rate) for size in sizes
+                dataclasses.replace(best, group_size=n, num_roots=best.num_roots if has_roots else n) for n in sizes
             ]
         costs = evaluate(tried)
         best = tried[costs.index(min(costs))]
     return best
+
+
+def following(best: Setting, rule: str) -> Setting:
+    """Return the settings of a rule that takes over another's."""
+    roots = best.group_size if rule in WITHOUT_ROOTS else best.num_roots
+    return dataclasses.replace(best, rule=rule, num_roots=roots)
 
 
 def tune(runs: Runs, world: str, seeds: Sequence[int], rule: str) -> Setting:
@@ -377,14 +385,15 @@ def main() -> None:
     args = parser.parse_args()
     runs = Runs(args.dir.resolve(), args.parallel)
     for world in () if args.report_only else args.worlds:
-        tuned = [rule for rule in args.rules if rule != "positions"]
-        with ThreadPoolExecutor(len(tuned)) as threads:
-            found = threads.map(partial(tune, runs, world, args.tuning_seeds), tuned)
-            best = dict(zip(tuned, found, strict=True))
+        tuned_in = WORLDS[world].settings_of or world
+        with ThreadPoolExecutor(len(TUNED)) as threads:
+            found = threads.map(partial(tune, runs, tuned_in, args.tuning_seeds), TUNED)
+            best = dict(zip(TUNED, found, strict=True))
         print(f"{world}: {', '.join(setting.name for setting in best.values())}", flush=True)
-        runs.all_of(world, list(best.values()), args.seeds, stage=2)
-        if "positions" in args.rules and "top_h" in best:
-            runs.all_of(world, [dataclasses.replace(best["top_h"], rule="positions")], args.seeds, stage=2)
+        settings = [best.get(rule) or following(best["top_h"], rule) for rule in args.rules]
+        for with_positions in (False, True):
+            some = [setting for setting in settings if (setting.rule == "positions") == with_positions]
+            runs.all_of(world, some, args.seeds, stage=2)
     from extras.ablation.frontier_report import write_report
 
     write_report(runs.lines, args.dir)

@@ -1,0 +1,168 @@
+"""How many trajectories a step needs, on gradients and groups of which the answer is known."""
+
+import random
+
+import numpy as np
+import pytest
+
+from arpo.options import AdvantageConfig
+from arpo.sampling.step_needs import BranchWorth, GradientNoise, SketchedMinibatch, likeness, pairs_of, signal_share
+from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
+
+
+class Lines:
+    """A console that keeps what is said."""
+
+    def __init__(self):
+        self.said: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_likeness_and_the_share_of_signal_are_those_of_their_formulas():
+    assert likeness(np.array([[1.0, 0.0], [1.0, 0.0]])) == pytest.approx(1.0)
+    assert likeness(np.array([[1.0, 0.0], [0.0, 1.0]])) == pytest.approx(0.0)
+    assert likeness(np.zeros((3, 2))) is None
+    assert signal_share(0.5, 2) == pytest.approx(2 / 3) and signal_share(-0.1, 8) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("signal", [0.05, 0.3, 2.0])
+def test_the_share_of_signal_is_that_of_gradients_with_a_known_mean_and_noise(signal):
+    rng = np.random.default_rng(0)
+    mean = np.zeros(40)
+    mean[0] = signal**0.5  # |E g|^2 = signal, tr Var g = 1
+    units = [likeness(mean + rng.normal(size=(8, 40)) / 40**0.5) for _ in range(4000)]
+    assert np.mean(units) == pytest.approx(signal / (signal + 1), abs=0.01)
+    assert signal_share(np.mean(units), 8) == pytest.approx(signal / (signal + 1 / 8), abs=0.05)
+
+
+# ---- a softmax policy over two moves, whose exact gradient is known
+
+
+def step_of_bandit(p: float, num_prompts: int, group_size: int, rng: np.random.Generator) -> SketchedMinibatch:
+    """A step of GRPO on a policy that is right with probability p: the gradient of log p by its one logit."""
+    groups, rows, sketches = [], [], {}
+    for index in range(num_prompts):
+        right = rng.random(group_size) < p
+        z = (right - right.mean()) / (right.std(ddof=1) + 1e-6)
+        group = Group(Prompt(str(index), [], []), [])
+        for i in range(group_size):
+            t = Trajectory(str(index), str(i), stop_reason=StopReason.EOS, reward=float(right[i]))
+            score = float(right[i]) - p
+            sketches[len(rows)] = np.array([[z[i] * score], [score]])
+            rows.append((index, t))
+            group.trajectories.append(t)
+        groups.append(group)
+    return SketchedMinibatch(groups, rows, sketches)
+
+
+def noise_of(p: float, num_prompts: int, group_size: int, num_steps: int) -> tuple[dict[str, float], list[str]]:
+    """The metrics of a window of such steps, and what is said."""
+    rng, log = np.random.default_rng(1), Lines()
+    noise = GradientNoise(AdvantageConfig(), num_prompts, log)
+    values: dict[str, float] = {}
+    for step in range(num_steps):
+        values |= noise.of_step(step, [step_of_bandit(p, num_prompts, group_size, rng)])
+    return values, log.said
+
+
+def exact_share(p: float, num_prompts: int, group_size: int) -> float:
+    """The share of signal by Monte Carlo of the group's gradient itself, 200,000 groups."""
+    rng = np.random.default_rng(2)
+    right = rng.random((200_000, group_size)) < p
+    z = (right - right.mean(1, keepdims=True)) / (right.std(1, ddof=1, keepdims=True) + 1e-6)
+    gradients = (z * (right - p)).sum(1)
+    return gradients.mean() ** 2 / (gradients.mean() ** 2 + gradients.var() / num_prompts)
+
+
+@pytest.mark.parametrize(("p", "group_size"), [(0.5, 8), (0.1, 8), (0.05, 4)])
+def test_share_and_the_steps_with_half_the_group_are_those_of_the_exact_gradient(p, group_size):
+    values, _ = noise_of(p, 64, group_size, 40)
+    full, half = exact_share(p, 64, group_size), exact_share(p, 64, group_size // 2)
+    assert values["gradient/signal_share"] == pytest.approx(full, rel=0.15)
+    assert values["gradient/half_group_steps"] == pytest.approx((full / half) ** 0.5, rel=0.1)
+    assert values["gradient/half_group_steps_low"] < values["gradient/half_group_steps_high"]
+
+
+def test_it_says_so_where_half_the_group_would_do_and_where_the_groups_are_all_alike():
+    _, said = noise_of(0.5, 64, 16, 10)
+    assert len(said) == 1 and "half the group would teach as much" in said[0]
+    _, said = noise_of(0.02, 8, 4, 10)
+    assert len(said) == 1 and "larger groups" in said[0]
+
+
+def test_small_updates_are_put_together_until_they_can_be_compared():
+    values, _ = noise_of(0.5, 1, 8, 79)
+    assert not values
+    values, _ = noise_of(0.5, 1, 8, 80)
+    assert values["gradient/signal_share"] == pytest.approx(exact_share(0.5, 1, 8), rel=0.3)
+
+
+# ---- branches that end as their parents do, or do not
+
+
+def group_of(num_roots: int, num_branches: int, rho: float, rng: random.Random, p: float = 0.5) -> Group:
+    """Roots of eight calls, and branches of two of their own, which end as their root does with probability rho or
+    else anyhow."""
+    trajectories = []
+
+    def add(name: str, parent: Trajectory | None, num_calls: int) -> Trajectory:
+        right = rng.random() < p
+        if parent and rng.random() < rho:
+            right = parent.reward > 0
+        turns = [Turn(0, tool_calls=[ToolCall("search", "q", "r", ok=True)]) for _ in range(num_calls)]
+        parent_id = parent.trajectory_id if parent else None
+        t = Trajectory("p", name, turns=turns, parent_id=parent_id, stop_reason=StopReason.EOS, reward=float(right))
+        trajectories.append(t)
+        return t
+
+    roots = [add(str(i), None, 8) for i in range(num_roots)]
+    for i in range(num_branches):
+        root = roots[i % num_roots]
+        add(f"{root.trajectory_id}.{i}", root, 2)
+    return Group(Prompt("p", [], []), trajectories)
+
+
+def watched(num_roots: int, num_branches: int, rho: float, num_steps: int = 10) -> tuple[dict[str, float], str]:
+    rng, worth = random.Random(0), BranchWorth(num_roots + num_branches)
+    for _ in range(num_steps):
+        values = worth.add([group_of(num_roots, num_branches, rho, rng) for _ in range(64)])
+    return values, worth.warning
+
+
+@pytest.mark.parametrize("rho", [0.1, 0.5, 0.9])
+def test_rho_and_the_number_of_roots_are_those_of_cluster_sampling(rho):
+    values, _ = watched(2, 6, rho)
+    assert values["branching/rho_low"] < values["branching/rho"] < values["branching/rho_high"]
+    assert values["branching/rho"] == pytest.approx(rho, abs=0.1)
+    assert values["branching/branch_cost"] == pytest.approx(0.25)
+    known = values["branching/rho"]
+    leaves = (6 / 2 * (1 - known) / known) ** 0.5  # c_prefix = 8 - 2 calls, c_leaf = 2
+    assert values["branching/roots_advised"] == pytest.approx(min(max(8 / leaves, 1), 8), rel=1e-3)
+
+
+def test_it_advises_more_roots_where_branches_show_nothing_and_fewer_where_they_show_all():
+    _, said = watched(2, 6, 0.95)
+    assert "more roots than 2" in said and "a branch is worth" in said
+    _, said = watched(6, 2, 0.02)
+    assert "fewer roots than 6" in said
+    values, said = watched(2, 6, 0.3)  # K* = 2.6: three roots, and two are within its interval
+    assert values["branching/roots_advised_low"] < 3 < values["branching/roots_advised_high"] + 1
+
+
+def test_a_window_that_shows_nothing_is_silent():
+    values, said = watched(2, 6, 0.5, num_steps=9)
+    assert not values and not said
+    values, said = watched(8, 0, 0.5)
+    assert not values and not said
+
+
+def test_a_groups_pairs_are_counted_by_right_and_wrong_where_the_reward_says_it():
+    group = group_of(2, 2, 0.0, random.Random(3))
+    for t, accuracy in zip(group.trajectories, (1.0, 1.0, 0.0, 1.0), strict=True):
+        t.reward = random.random()  # rewards with a part for the format, say: all are different
+        t.reward_parts = {"accuracy": accuracy}
+    found = pairs_of(group)
+    assert (found.num_within, found.differ_within, found.num_between) == (2, 1, 4)
+    assert found.differ_between == 2  # 0.0 is wrong: it differs from 1 and from 1.1
