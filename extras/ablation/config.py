@@ -16,6 +16,9 @@ ALGORITHMS: dict[str, list[str]] = {
         *("--loss.entropy_balanced_clipping", "True", "--loss.entropy_balanced_advantage", "True"),
     ],
     "random": ["--branching.selector", "random"],
+    "top_h": ["--branching.selector", "top_h"],
+    "at2po": ["--branching.selector", "at2po"],
+    "tree_grpo": ["--branching.selector", "tree_grpo"],
     "arpo_threshold": ["--branching.selector", "arpo", "--branching.threshold", "0.5"],
     "node_parent": ["--branching.selector", "arpo", "--advantage.tree", "node_parent"],
 }
@@ -50,7 +53,10 @@ class AblationSection:
     nproc_per_node: int = 1
     """Number of ranks of each run."""
     validate_every: int = 0
-    """Steps between greedy validations (data.valid), of which the table at equal tokens is made; 0 = no such table."""
+    """Steps between greedy validations (data.valid), of which the tables at equal calls and tokens, and of the ends of
+    the runs, are made; 0 = no such tables."""
+    references: tuple[str, ...] = ("random", "grpo")
+    """Algorithms that the others are compared with, seed by seed. One that has not run is left out."""
     num_parallel: int = 1
     """Number of runs at the same time. With more than one, the seconds in the table are those of a shared machine."""
     target_reward: float = 0.8

@@ -36,8 +36,8 @@ TARGET, IN_A_ROW = 0.8, 3
 KEPT = 0.98
 """Share of the probability of all other right moves that must be left."""
 CENSORED = 2.0
-"""A run of stage 1 ends at this many times the calls of its rule's best run of the seed. It counts as having needed
-twice what it spent."""
+"""A run of stage 1 ends at this many times the calls of its rule's best run of the seed."""
+NEVER = 100.0
 GROUP_SIZES = (2, 3, 4, 6, 8, 16)
 TUNING_SEEDS = (30, 31)
 FRESH_SEEDS = tuple(range(40, 48))
@@ -324,8 +324,17 @@ def cost(line: dict, what: str = "calls") -> float | None:
 
 
 def tuning_cost(lines: Sequence[dict]) -> float:
-    """Return the geometric mean of the calls of a setting's runs; one that never learnt counts twice what it spent."""
-    return math.exp(sum(math.log(cost(line) or CENSORED * sum(line["curve"]["calls"])) for line in lines) / len(lines))
+    """Return the geometric mean of the calls of a setting's runs.
+
+    One that was cut off for its cost counts CENSORED times what it spent. One that had all its steps and never learnt
+    counts NEVER times as much, so that a setting is the better the fewer seeds it fails on.
+    """
+    logs = []
+    for line in lines:
+        spent = sum(line["curve"]["calls"])
+        has_had_all = len(line["curve"]["calls"]) >= WORLDS[line["world"]].max_steps
+        logs.append(math.log(cost(line) or spent * (NEVER if has_had_all else CENSORED)))
+    return math.exp(sum(logs) / len(logs))
 
 
 # ---- stage 1: the settings of each rule

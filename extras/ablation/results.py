@@ -20,8 +20,6 @@ from arpo.log import read_metrics
 
 SMOOTHING_STEPS = 5
 """Number of steps in a running mean."""
-REFERENCES = ("random", "grpo", "fixed")
-"""Algorithms that the others are compared with, seed by seed."""
 TOTALS = {
     "tool_calls": "tools/all/calls",
     "sampled_tokens": "tokens/sampled",
@@ -39,6 +37,8 @@ REASONS = {
 }
 """Column of the table of reasons -> the metric whose mean over the steps that have it stands there."""
 VALID = "valid/accuracy"
+EQUAL = {"at_calls": ("tools/all/calls", "tool calls"), "at_tokens": ("tokens/sampled", "sampled tokens")}
+"""Entry of the table -> the metric of which all algorithms have spent as much there, and its name."""
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,25 @@ class RunResult:
         values = [row[metric] for row in self.metrics if metric in row]
         return mean(values) if values else None
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens sampled in training."""
-        return int(self.series("tokens/sampled").sum())
+    def spent(self, metric: str) -> float:
+        """Return what the whole training has spent of a metric."""
+        return float(self.series(metric).sum())
 
-    def accuracy_at(self, num_tokens: int) -> float | None:
-        """Return the greedy validation accuracy when so many tokens had been sampled, interpolated between validations.
+    def accuracy_at(self, metric: str, spent: float) -> float | None:
+        """Return the greedy validation accuracy when so much of a metric was spent, interpolated between validations.
 
         None where the run was not validated before and after.
         """
-        tokens = np.cumsum(self.series("tokens/sampled"))
-        points = [(t, row[VALID]) for t, row in zip(tokens, self.metrics, strict=True) if VALID in row]
-        if not points or not points[0][0] <= num_tokens <= points[-1][0]:
+        totals = np.cumsum(self.series(metric))
+        points = [(total, row[VALID]) for total, row in zip(totals, self.metrics, strict=True) if VALID in row]
+        if not points or not points[0][0] <= spent <= points[-1][0]:
             return None
-        return float(np.interp(num_tokens, *zip(*points, strict=True)))
+        return float(np.interp(spent, *zip(*points, strict=True)))
+
+    def last_and_best(self) -> tuple[float, float] | None:
+        """Return the last validation accuracy and the highest; None where the run was not validated."""
+        values = [row[VALID] for row in self.metrics if VALID in row]
+        return (values[-1], max(values)) if values else None
 
     def steps_until(self, target_reward: float) -> int | None:
         """Return the first step at which the running mean of the training reward reaches the target; None = never."""
@@ -129,14 +133,18 @@ def by_algorithm(results: list[RunResult]) -> dict[str, list[RunResult]]:
     return {algorithm: [run for run in results if run.algorithm == algorithm] for algorithm in algorithms}
 
 
-def compare_algorithms(results: list[RunResult], target_reward: float) -> dict[str, dict]:
-    """Algorithm -> {accuracy, reward, tool_calls, ..., steps_to_target, seconds_to_target, minus_random, minus_grpo,
-    seeds, at_tokens}.
+def compare_algorithms(
+    results: list[RunResult], target_reward: float, references: Sequence[str] = ("random", "grpo")
+) -> dict[str, dict]:
+    """Algorithm -> {accuracy, reward, tool_calls, ..., steps_to_target, seconds_to_target, minus_REFERENCE, seeds,
+    at_calls, at_tokens, end}.
 
-    `at_tokens` is the validation accuracy when the run that sampled the fewest tokens was at its end.
+    `at_calls` and `at_tokens` are the validation accuracy when the run that spent the least was at its end. `end` is
+    the last validation accuracy, and that minus the highest of the run.
     """
-    groups, table = by_algorithm(results), {}
-    num_tokens = min(run.num_tokens for run in results)
+    groups = by_algorithm(results)
+    least = {name: min(run.spent(metric) for run in results) for name, (metric, _) in EQUAL.items()}
+    table = {}
     for algorithm, runs in groups.items():
         reached = [step for run in runs if (step := run.steps_until(target_reward)) is not None]
         seconds = [time for run in runs if (time := run.seconds_until(target_reward)) is not None]
@@ -147,36 +155,47 @@ def compare_algorithms(results: list[RunResult], target_reward: float) -> dict[s
             "seconds_to_target": estimate(seconds) if seconds else None,
             "seeds": {run.seed: run.accuracy for run in runs},
         }
-        at_tokens = [accuracy for run in runs if (accuracy := run.accuracy_at(num_tokens)) is not None]
-        row["at_tokens"] = {"num_tokens": num_tokens} | estimate(at_tokens) if at_tokens else None
+        for name, (metric, _) in EQUAL.items():
+            known = [value for run in runs if (value := run.accuracy_at(metric, least[name])) is not None]
+            row[name] = {"spent": least[name]} | estimate(known) if known else None
+        ends = [end for run in runs if (end := run.last_and_best())]
+        row["end"] = {"last": estimate([last for last, _ in ends])} if ends else None
+        if ends:
+            row["end"] |= {"least": min(last for last, _ in ends), "lost": max(best - last for last, best in ends)}
         row["reasons"] = {}
         for name, metric in REASONS.items():
             if known := [value for run in runs if (value := run.mean_of(metric)) is not None]:
                 row["reasons"][name] = mean(known)
         for name, metric in TOTALS.items():
-            row[name] = estimate([sum(step[metric] for step in run.metrics) for run in runs])
-        for reference in REFERENCES:
+            row[name] = estimate([run.spent(metric) for run in runs])
+        for reference in references:
             if reference != algorithm and reference in groups:
                 row[f"minus_{reference}"] = paired_difference(runs, groups[reference])
     return table
 
 
+def references_of(table: dict[str, dict]) -> list[str]:
+    """Return the algorithms that others were compared with."""
+    keys = dict.fromkeys(key for row in table.values() for key in row)
+    return [key.removeprefix("minus_") for key in keys if key.startswith("minus_")]
+
+
+def interval(cell: dict | None, sign: str = "", digits: int = 3) -> str:
+    """Return an estimate as text: over n seeds, from three on with its t interval."""
+    if not cell:
+        return ""
+    if "low" not in cell:
+        return f"{cell['mean']:{sign}.{digits}f}" + (f" n={cell['seeds']}" if cell["seeds"] > 1 else "")
+    return f"{with_interval(cell['mean'], cell['low'], cell['high'], sign, digits)} n={cell['seeds']}"
+
+
 def algorithms_table(table: dict[str, dict], target_reward: float) -> str:
-    """Write what `compare_algorithms` returned as Markdown tables, one row per algorithm: the result, the validation
-    accuracy at equal tokens (where runs were validated), and what the branching signal did.
+    """Write what `compare_algorithms` returned as Markdown tables, one row per algorithm.
 
-    A number over n seeds has "n=...", from three on with its t interval; a difference may be over fewer seeds than its
-    algorithm has.
+    They hold the result; the validation accuracy at equal calls and tokens, and at the end (where runs were validated);
+    and what the branching signal did. A difference may be over fewer seeds than its algorithm has.
     """
-
-    def interval(cell: dict | None, sign: str = "", digits: int = 3) -> str:
-        if not cell:
-            return ""
-        if "low" not in cell:
-            return f"{cell['mean']:{sign}.{digits}f}" + (f" n={cell['seeds']}" if cell["seeds"] > 1 else "")
-        return f"{with_interval(cell['mean'], cell['low'], cell['high'], sign, digits)} n={cell['seeds']}"
-
-    references = [r for r in REFERENCES if any(f"minus_{r}" in row for row in table.values())]
+    references = references_of(table)
     head = ["algorithm", "seeds", "accuracy [95 % t]", "reward", *(f"minus {r} [95 % t]" for r in references)]
     head += [name.removesuffix("_s").replace("_", " ") + (" s" if name.endswith("_s") else "") for name in TOTALS]
     head += [f"steps to reward {target_reward:g}", "seconds to it [95 % t]"]
@@ -190,10 +209,15 @@ def algorithms_table(table: dict[str, dict], target_reward: float) -> str:
         cells += [interval(row["seconds_to_target"], digits=1)]
         rows.append(cells)
     tables = [markdown_table(head, rows)]
-    if at_tokens := {name: row["at_tokens"] for name, row in table.items() if row["at_tokens"]}:
-        num_tokens = next(iter(at_tokens.values()))["num_tokens"]
-        head = ["algorithm", "runs", f"greedy validation accuracy after {num_tokens:,} sampled tokens [95 % t]"]
-        tables.append(markdown_table(head, [[n, str(c["seeds"]), interval(c)] for n, c in at_tokens.items()]))
+    for entry, (_, name) in EQUAL.items():
+        if known := {algorithm: row[entry] for algorithm, row in table.items() if row[entry]}:
+            spent = next(iter(known.values()))["spent"]
+            head = ["algorithm", "runs", f"greedy validation accuracy after {spent:,.0f} {name} [95 % t]"]
+            tables.append(markdown_table(head, [[n, str(c["seeds"]), interval(c)] for n, c in known.items()]))
+    if ends := {algorithm: row["end"] for algorithm, row in table.items() if row["end"]}:
+        head = ["algorithm", "validation accuracy at the end [95 % t]", "least of a run", "most that a run has lost"]
+        cells = [[n, interval(end["last"]), f"{end['least']:.3f}", f"{end['lost']:.3f}"] for n, end in ends.items()]
+        tables.append(markdown_table(head, cells))
     reasons = {name: row["reasons"] for name, row in table.items() if row["reasons"]}
     if reasons:
         rows = [[n, *(f"{r[c]:.3f}" if c in r else "" for c in REASONS)] for n, r in reasons.items()]
@@ -246,7 +270,7 @@ def draw_forest(panels: Sequence[tuple[str, float | None, dict[str, dict | None]
 def draw_table(table: dict[str, dict], path: Path) -> None:
     """Draw the forest of what `compare_algorithms` returned: accuracy, its differences, tool calls of training."""
     panels = [("held-out accuracy", None, {name: row["accuracy"] for name, row in table.items()})]
-    for reference in (r for r in REFERENCES if any(f"minus_{r}" in row for row in table.values())):
+    for reference in references_of(table):
         cells = {name: row.get(f"minus_{reference}") for name, row in table.items()}
         panels.append((f"accuracy minus {reference}", 0.0, cells))
     panels.append(("tool calls of training", None, {name: row["tool_calls"] for name, row in table.items()}))

@@ -71,7 +71,7 @@ def run_ablation(cfg: AblationConfig) -> None:
         todo = [job for job in jobs if not job.result()]
         print(f"{folder}: {len(jobs)} runs, {len(jobs) - len(todo)} of them finished already", flush=True)
         failed = run_all(todo, cfg.ablation.num_parallel)
-    write_results(jobs, folder, cfg.ablation.target_reward)
+    write_results(jobs, folder, cfg.ablation)
     if failed:
         named = ", ".join(f"{job.name} ({job.log_path})" for job in failed)
         raise UserError(f"{len(failed)} of {len(jobs)} runs failed: {named}; mend it and start the same command again")
@@ -195,14 +195,14 @@ def outcome(job: Job) -> str:
 # ---- the result
 
 
-def write_results(jobs: list[Job], folder: Path, target_reward: float) -> None:
+def write_results(jobs: list[Job], folder: Path, cfg: AblationSection) -> None:
     """Write table and forest plot of the finished runs. Raises UserError where there is none."""
     runs = {job.name: job.result() for job in jobs}
     results, missing = [run for run in runs.values() if run], [name for name, run in runs.items() if not run]
     if not results:
         raise UserError(f"{folder}: no finished run to report; see each log.txt")
-    table = compare_algorithms(results, target_reward)
-    text = algorithms_table(table, target_reward)
+    table = compare_algorithms(results, cfg.target_reward, cfg.references)
+    text = algorithms_table(table, cfg.target_reward)
     (folder / "table.json").write_text(json.dumps(table, indent=1) + "\n")
     (folder / "TABLE.md").write_text(text)
     draw_table(table, folder / "forest.png")

@@ -119,22 +119,29 @@ def test_algorithms_are_compared_seed_by_seed(tmp_path):
     assert difference == pytest.approx({"mean": 0.02, "seeds": 2})  # of two, no interval
 
 
-def test_equal_tokens_are_compared_between_validations(tmp_path):
-    """100 tokens a step against 150: arpo ends at 400, which grpo passes a third of the way from 300 to 600."""
-    for name, tokens, accuracies in [("grpo_seed0", 150, [0.3, 0.6]), ("arpo_seed0", 100, [0.2, 0.5])]:
+def test_equal_calls_and_tokens_are_compared_between_validations_and_the_ends_of_the_runs(tmp_path):
+    """100 tokens a step against 150: arpo ends at 400, which grpo passes a third of the way from 300 to 600. Calls are
+    the other way round, 4 and 3 a step."""
+    for name, tokens, accuracies in [("grpo_seed0", 150, [0.3, 0.6]), ("arpo_seed0", 100, [0.5, 0.2])]:
         write_run(tmp_path / name, 0.9, [0.1] * 4)
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for row in rows[1:]:
-            row |= {"tokens/sampled": tokens, "group/mixed_share": 0.25}
+            row |= {"tokens/sampled": tokens, "tools/all/calls": 500 / tokens, "group/mixed_share": 0.25}
         for row, accuracy in zip(rows[2::2], accuracies, strict=True):
             row["valid/accuracy"] = accuracy
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     runs = [read_run(tmp_path / name, name[:4], 0) for name in ("grpo_seed0", "arpo_seed0")]
-    table = compare_algorithms(runs, target_reward=0.8)
-    assert table["arpo"]["at_tokens"] == pytest.approx({"num_tokens": 400, "mean": 0.5, "seeds": 1})
+    table = compare_algorithms(runs, target_reward=0.8, references=("arpo",))
+    assert "minus_arpo" in table["grpo"] and "minus_grpo" not in table["arpo"]
+    assert table["arpo"]["at_tokens"] == pytest.approx({"spent": 400, "mean": 0.2, "seeds": 1})
     assert table["grpo"]["at_tokens"]["mean"] == pytest.approx(0.3 + (400 - 300) / 300 * 0.3)
+    # grpo ends after 13.3 calls, a third of the way from arpo's 10 to its 20
+    assert table["grpo"]["at_calls"] == pytest.approx({"spent": 40 / 3, "mean": 0.6, "seeds": 1})
+    assert table["arpo"]["at_calls"]["mean"] == pytest.approx(0.5 - 0.3 / 3)
+    assert table["arpo"]["end"] == {"last": {"mean": 0.2, "seeds": 1}, "least": 0.2, "lost": pytest.approx(0.3)}
     text = algorithms_table(table, target_reward=0.8)
-    assert "after 400 sampled tokens" in text and "mixed groups" in text
+    assert "after 400 sampled tokens" in text and "after 13 tool calls" in text and "mixed groups" in text
+    assert "| arpo | 0.200 | 0.200 | 0.300 |" in text
 
 
 def test_the_markdown_has_a_row_per_algorithm_and_says_never(tmp_path):
