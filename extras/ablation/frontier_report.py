@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from arpo.evals.tables import markdown_table
-from extras.ablation.frontier import IN_A_ROW, RULES, TARGET, WORLDS, Setting, cost, tuning_cost
+from extras.ablation.frontier_runs import IN_A_ROW, RULES, TARGET, WORLDS, Setting, cost, tuning_cost
 from extras.ablation.results import draw_forest, estimate
 
 REFERENCE = "grpo"

@@ -4,7 +4,7 @@
     python -m extras.ablation.llm_forks
     python -m extras.ablation.llm_forks --report_only
 
-Each arm of `forks` samples its groups with the rollout of training, tools and all. A request's seed is that of its
+Each of ARMS samples its groups with the rollout of training, tools and all. A request's seed is that of its
 place in the tree, so what two arms begin at the same place is the same trajectory: an engine that remembers samples it
 once. The same command goes on after the last whole block of questions. DIR/results.jsonl has a line for each group.
 
@@ -29,11 +29,27 @@ from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.evals.tables import markdown_table
 from arpo.rewards import score_groups
 from arpo.trajectory import Group, Prompt
-from extras.ablation.forks import ARMS, POSITIONS_OF
+from extras.ablation.frontier_runs import RULES
 
-SHOWN = ("grpo", "random_4", "random_2", "arpo", "top_h_2", "positions_2")
-"""Arms in the order in which a block's groups are sampled."""
+ARMS = {
+    "grpo": ("grpo", 8),
+    "random_4": ("random", 4),
+    "random_2": ("random", 2),
+    "arpo": ("arpo", 4),
+    "top_h_2": ("top_h", 2),
+    "positions_2": ("positions", 2),
+}
+"""Arm -> its rule (frontier_runs.py) and number of roots, in the order in which a block's groups are sampled."""
+POSITIONS_OF = {"positions_2": "top_h_2"}
+"""Arm -> the one whose positions it takes."""
 NUM_RESAMPLES = 4000
+
+
+def flags_of(arm: str) -> list[str]:
+    """Return the flags of train_rl.py that distinguish an arm."""
+    rule, num_roots = ARMS[arm]
+    roots = [] if rule == "grpo" else ["--branching.num_initial_rollouts", str(num_roots)]
+    return [*RULES[rule], *roots]
 
 
 class Remembering:
@@ -88,7 +104,7 @@ class Sampling:
 
         flags = ["--model.path", model, "--data.train", questions, "--engine.dtype", dtype]
         files = ["configs/llm_arpo.yaml", "configs/llm_long.yaml"]
-        self.configs = {arm: load_config(RLConfig, [*files, *flags, *ARMS[arm]]) for arm in SHOWN}
+        self.configs = {arm: load_config(RLConfig, [*files, *flags, *flags_of(arm)]) for arm in ARMS}
         self.folder, cfg = folder, self.configs["grpo"]
         self.dist = ranks.init()
         team = form_team(self.dist, 1, model)
@@ -164,7 +180,7 @@ RATIOS = {"branch, per call": (0, 3), "branch, per token": (0, 2), "group, per c
 
 def totals(lines: list[dict]) -> dict[str, np.ndarray]:
     """Return arm -> (NUM_RESAMPLES + 1, 8) sums over the questions: as they are, then resampled."""
-    arms = [arm for arm in SHOWN if any(line["arm"] == arm for line in lines)]
+    arms = [arm for arm in ARMS if any(line["arm"] == arm for line in lines)]
     questions = sorted({line["question"] for line in lines})
     own = np.zeros((len(arms), len(questions), 8))
     for line in lines:

@@ -31,7 +31,7 @@ from extras.demo.build import TASKS
 from extras.demo.long import LongTrace, LongWorld
 from extras.demo.world import Question
 
-NUM_TRAILS = 48
+NUM_TRAILS = 24
 
 
 class RightTrace(LongTrace):

@@ -15,8 +15,7 @@ from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
 from extras.ablation import llm_task
-from extras.ablation.forks import ARMS
-from extras.ablation.llm_forks import SHOWN, Remembering, line_of, report, sums_of
+from extras.ablation.llm_forks import ARMS, Remembering, flags_of, line_of, report, sums_of
 from train_rl import RLConfig
 
 
@@ -73,8 +72,8 @@ def test_the_report_divides_the_contrast_by_what_was_sampled_and_pairs_by_questi
 
 
 def test_every_arm_is_one_of_the_settings_of_training_and_the_task_keeps_long_solutions(tmp_path):
-    configs = [load_config(RLConfig, ["configs/llm_arpo.yaml", *ARMS[arm]]) for arm in SHOWN]
-    assert len({repr(config.branching) for config in configs}) == len(SHOWN) and SHOWN[0] == "grpo"
+    configs = [load_config(RLConfig, ["configs/llm_arpo.yaml", *flags_of(arm)]) for arm in ARMS]
+    assert len({repr(config.branching) for config in configs}) == len(ARMS) and next(iter(ARMS)) == "grpo"
     rows = [{"question": f"q{n}", "answer": "a <<1+1=2>>2\n" * n + "#### 2"} for n in (1, 2, 3, 4)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     llm_task.build(tmp_path / "out", str(tmp_path))

@@ -1,0 +1,320 @@
+"""The runs of the frontier (frontier.py): the worlds, what a run trains with, how it is made, and what it has cost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET, IN_A_ROW = 0.8, 3
+KEPT = 0.98
+"""Share of the probability of all other right moves that must be left."""
+CENSORED = 2.0
+"""A run of stage 1 ends at this many times the calls of its rule's best run of the seed."""
+NEVER = 100.0
+GROUP_SIZES = (2, 3, 4, 6, 8, 16)
+
+
+@dataclass(frozen=True)
+class World:
+    """A variant of the task, and what its runs share."""
+
+    task: str = "long"
+    """Name of the task in extras/demo/build.py."""
+    num_sft_steps: int = 500
+    num_prompts: int = 8
+    """Prompts of a step."""
+    rates: tuple[float, ...] = (1, 2, 4)
+    """Factors of the learning rate 7e-4 to try."""
+    max_steps: int = 72
+    settings_of: str = ""
+    """World whose best settings are taken over; "" = it has its own."""
+
+
+WORLDS = {
+    "steps": World(),  # limited by the number of steps
+    "signal": World(num_prompts=2, rates=(0.5, 1, 2), max_steps=80),  # limited by the noise of its gradients
+    # imitation has not come to its end: moves that were certain fail, too
+    "unready": World(num_sft_steps=250, settings_of="steps"),
+    # as the first, but a wrong way does not end the trail
+    "silent": World("long_silent", settings_of="steps"),
+}
+POSITIONS = f"{ROOT / 'extras/ablation/positions.py'}:positions"
+RULES: dict[str, list[str]] = {
+    "grpo": ["--branching.selector", "none"],
+    "top_h": ["--branching.selector", "top_h"],
+    "at2po": ["--branching.selector", "at2po"],
+    "random": ["--branching.selector", "random"],
+    "arpo": ["--branching.selector", "arpo"],
+    "threshold": ["--branching.selector", "arpo", "--branching.weight", "1.0", "--branching.threshold", "0.55"],
+    "aepo": [
+        *("--branching.selector", "aepo", "--branching.dynamic_budget", "True"),
+        *("--loss.entropy_balanced_clipping", "True", "--loss.entropy_balanced_advantage", "True"),
+    ],
+    "positions": ["--branching.selector", POSITIONS],
+}
+"""Rule -> the flags of train_rl.py. `positions` is the blind control: forks as often at each turn as top_h, whatever
+the entropies. It comes after top_h."""
+WITHOUT_ROOTS = ("grpo", "aepo")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run trains with."""
+
+    rule: str
+    group_size: int
+    num_roots: int
+    """Number of independent trajectories of a group; of a rule that has no such choice the group size."""
+    rate: float
+    """Factor of the learning rate 7e-4."""
+
+    @property
+    def name(self) -> str:
+        roots = "" if self.rule in WITHOUT_ROOTS else f"_r{self.num_roots}"
+        return f"{self.rule}_g{self.group_size}{roots}_x{self.rate:g}"
+
+    @property
+    def flags(self) -> list[str]:
+        roots = [] if self.rule in WITHOUT_ROOTS else ["--branching.num_initial_rollouts", str(self.num_roots)]
+        rate = ["--optim.lr", str(7e-4 * self.rate)]
+        return [*RULES[self.rule], *roots, "--rollout.group_size", str(self.group_size), *rate]
+
+
+def step_learnt(curve: Mapping[str, Sequence[float]]) -> int | None:
+    """Return the number of the step that makes it three in a row at the target; None = there is none.
+
+    Decisive moves right in 70, 80, 90, 80 %, the certain ones as before -> 4
+    """
+    certain = curve["certain"]
+    there = [
+        right >= TARGET and now >= KEPT * certain[0] for right, now in zip(curve["decisive"], certain, strict=True)
+    ]
+    for step in range(IN_A_ROW, len(there) + 1):
+        if all(there[step - IN_A_ROW : step]):
+            return step
+    return None
+
+
+# ---- one run, in a process of its own
+
+
+COLUMNS = {
+    "calls": "tools/all/calls",
+    "tokens": "tokens/sampled",
+    "decisive": "right/decisive",
+    "certain": "right/certain",
+    "trail": "right/trail",
+    "mixed": "group/mixed_share",
+    "solved": "reward/solved_share",
+    "grad_norm": "optim/grad_norm",
+}
+"""Number of a step in results.jsonl -> its metric."""
+
+
+def in_fork(folder: str, work: Callable[..., None], *arguments: object) -> None:
+    """Do the work in this process, a fork, as the only rank of a run. Its output goes to FOLDER/log.txt."""
+    with (Path(folder) / "log.txt").open("a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    import torch
+
+    torch.set_num_threads(1)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    code = 0
+    try:
+        work(Path(folder), *arguments)
+    except BaseException:  # its parent hears of it by the exit code
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)  # an engine that was left in the middle of a run does not end by itself
+
+
+def imitate(folder: Path, data: str, seed: int, num_steps: int) -> None:
+    """Train the task's model on its demonstrator: FOLDER/hf."""
+    import train_sft
+    from arpo.config.load import load_config
+
+    flags = [
+        str(ROOT / "configs/demo_sft.yaml"), str(ROOT / "configs/demo_long.yaml"), "--model.path", f"{data}/model",
+        "--data.train", f"{data}/sft_train.jsonl", "--data.valid", f"{data}/sft_valid.jsonl",
+        "--run.dir", str(folder.parent), "--run.name", folder.name, "--run.seed", str(seed),
+        "--run.num_steps", str(num_steps), "--run.validate_every", "0", "--run.save_every", "0",
+    ]  # fmt: skip
+    train_sft.main(load_config(train_sft.SFTConfig, flags))
+
+
+def build_data(folder: Path, task: str, seed: int) -> None:
+    """Build the task of a seed: FOLDER/data."""
+    from extras.demo.build import build
+
+    build(folder / "data", seed, task)
+
+
+def train(folder: Path, flags: list[str], positions: str, to_the_end: bool, max_calls: float) -> None:
+    """Train, and write the numbers of each step to FOLDER/curve.jsonl."""
+    import train_rl
+    from arpo.config.load import load_config
+    from extras.ablation import right_moves
+
+    os.environ["FORK_POSITIONS"] = positions
+    rows: list[dict] = []
+
+    def is_enough(values: Mapping[str, float]) -> bool:
+        rows.append({name: round(values[metric], 5) for name, metric in COLUMNS.items() if metric in values})
+        with (folder / "curve.jsonl").open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+        first = step_learnt({key: [row[key] for row in rows] for key in ("decisive", "certain")})
+        if to_the_end:
+            return first is not None and len(rows) >= max(2 * first, first + 8)
+        return first is not None or sum(row["calls"] for row in rows) > max_calls
+
+    with contextlib.suppress(right_moves.Enough):
+        right_moves.main(load_config(train_rl.RLConfig, flags), is_enough)
+
+
+class Runs:
+    """All runs, a few at a time, each a fork of one process that has imported torch and vLLM already."""
+
+    def __init__(self, folder: Path, parallel: int):
+        self.folder, self.path = folder, folder / "results.jsonl"
+        self.lines = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        self.lock = threading.Lock()
+        self.preparing: dict[Path, threading.Lock] = {}
+        self.slots = ThreadPoolExecutor(parallel)
+        self.context = get_context("forkserver")
+        self.context.set_forkserver_preload(["extras.ablation.warm"])
+
+    def find(self, world: str, setting: Setting, seed: int, stage: int) -> dict | None:
+        """Return the line of a run; one that went on to the end serves both stages."""
+        of = {"world": world, "seed": seed, **dataclasses.asdict(setting)}
+        for line in self.lines:
+            if line["stage"] >= stage and is_of(line, of):
+                return line
+        return None
+
+    def run(self, world: str, setting: Setting, seed: int, stage: int) -> dict:
+        """Return the line of a run, which is made if it is not there."""
+        if line := self.find(world, setting, seed, stage):
+            return line
+        model = self.prepare(world, seed)
+        data = model.parent / "data"
+        with self.lock:
+            known = [
+                cost(line) for line in self.lines if is_of(line, {"world": world, "seed": seed, "rule": setting.rule})
+            ]
+        best = min(filter(None, known), default=math.inf)
+        name = f"{setting.name}_seed{seed}_{stage}"
+        folder = self.folder / world / name
+        shutil.rmtree(folder, ignore_errors=True)
+        positions = self.folder / world / f"positions_seed{seed}.json"
+        is_read = setting.rule == "top_h" and stage == 2
+        num_prompts = str(WORLDS[world].num_prompts)
+        configs = [str(ROOT / "configs/demo_arpo.yaml"), str(ROOT / "configs/demo_long.yaml")]
+        flags = [
+            *configs, "--model.path", str(model / "hf"), "--data.train", str(data / "rl_train.jsonl"),
+            "--data.valid", str(data / "rl_valid.jsonl"), "--tools.search.corpus", str(data / "corpus.jsonl"),
+            "--run.dir", str(folder.parent), "--run.name", name, "--run.seed", str(seed),
+            "--run.num_steps", str(WORLDS[world].max_steps), "--run.validate_every", "0", "--run.save_every", "0",
+            "--run.save_hf_every", "0", "--run.dump_every", "2" if is_read else "0", "--run.trackers",
+            "--data.num_prompts_per_step", num_prompts, "--update.num_prompts_per_minibatch", num_prompts,
+            "--optim.schedule", "constant", *setting.flags,
+        ]  # fmt: skip
+        self.fork(folder, train, flags, str(positions), stage == 2, CENSORED * best)
+        rows = [json.loads(row) for row in (folder / "curve.jsonl").read_text().splitlines()]
+        curve = {key: [row.get(key) for row in rows] for key in COLUMNS}
+        line = {"world": world, "stage": stage, "seed": seed, **dataclasses.asdict(setting), "curve": curve}
+        if is_read:
+            from extras.ablation.positions import counted
+
+            positions.write_text(json.dumps(counted(folder / "trajectories")) + "\n")
+        shutil.rmtree(folder)
+        with self.lock:
+            self.lines.append(line)
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        print(f"{world} {name}: {cost(line) or math.nan:.0f} calls, {len(rows)} steps", flush=True)
+        return line
+
+    def prepare(self, world: str, seed: int) -> Path:
+        """Return the imitated model of a seed, beside its data; both are made if they are not there."""
+        variant = WORLDS[world]
+        folder = self.folder / variant.task / f"seed{seed}"
+        model = folder / f"sft_{variant.num_sft_steps}"
+        with self.lock:
+            own = self.preparing.setdefault(folder, threading.Lock())
+        with own:
+            if not (folder / "data/stamp.json").exists():
+                self.fork(folder, build_data, variant.task, seed)
+            if not (model / "done").exists():
+                self.fork(model, imitate, str(folder / "data"), seed, variant.num_sft_steps)
+                (model / "done").touch()
+        return model
+
+    def fork(self, folder: Path, work: Callable[..., None], *arguments: object) -> None:
+        """Do the work in a process of its own, and wait. Raises RuntimeError where it fails."""
+        folder.mkdir(parents=True, exist_ok=True)
+        process = self.context.Process(target=in_fork, args=(str(folder), work, *arguments))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"{folder.name} ended with code {process.exitcode}; see {folder / 'log.txt'}")
+
+    def all_of(self, world: str, settings: Sequence[Setting], seeds: Sequence[int], stage: int) -> list[list[dict]]:
+        """Return the lines of each setting's runs, by seed."""
+        todo = [[self.slots.submit(self.run, world, s, seed, stage) for seed in seeds] for s in settings]
+        return [[future.result() for future in of_setting] for of_setting in todo]
+
+
+# ---- what a run has cost
+
+
+def is_of(line: dict, of: Mapping[str, object]) -> bool:
+    """Return whether a run has all of these."""
+    return all(line[key] == value for key, value in of.items())
+
+
+def cost(line: dict, what: str = "calls") -> float | None:
+    """Return the calls (tokens, steps) of a run until it had learnt, interpolated; None = it never has, or lost it.
+
+    It has learnt at the first of three steps in a row at the target. It must still be there at its last step.
+    """
+    right, certain = line["curve"]["decisive"], line["curve"]["certain"]
+    step = step_learnt(line["curve"])
+    if step is None or right[-1] < TARGET or certain[-1] < KEPT * certain[0]:
+        return None
+    k = step - IN_A_ROW
+    costs = [1] * len(right) if what == "steps" else line["curve"][what]
+    before = sum(costs[:k])
+    is_crossing = k > 0 and right[k - 1] < TARGET
+    share = (TARGET - right[k - 1]) / (right[k] - right[k - 1]) if is_crossing else 1.0
+    return before + share * costs[k]
+
+
+def tuning_cost(lines: Sequence[dict]) -> float:
+    """Return the geometric mean of the calls of a setting's runs.
+
+    One that was cut off for its cost counts CENSORED times what it spent. One that had all its steps and never learnt
+    counts NEVER times as much, so that a setting is the better the fewer seeds it fails on.
+    """
+    logs = []
+    for line in lines:
+        spent = sum(line["curve"]["calls"])
+        has_had_all = len(line["curve"]["calls"]) >= WORLDS[line["world"]].max_steps
+        logs.append(math.log(cost(line) or spent * (NEVER if has_had_all else CENSORED)))
+    return math.exp(sum(logs) / len(logs))

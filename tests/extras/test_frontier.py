@@ -1,0 +1,198 @@
+"""The frontier: what a run has cost, the search for settings, the comparison, the control, the exact right moves."""
+
+import json
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from helpers.scripted_rollout import call_then_answer, play
+from transformers import AutoTokenizer
+
+from arpo.config.load import load_config
+from arpo.log.dumps import DumpWriter
+from arpo.options import BranchingConfig
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
+from extras.ablation import positions as control
+from extras.ablation.frontier import best_setting, following
+from extras.ablation.frontier_report import has_collapsed, rank_test, ratios, write_report
+from extras.ablation.frontier_runs import (
+    GROUP_SIZES,
+    RULES,
+    WITHOUT_ROOTS,
+    WORLDS,
+    Runs,
+    Setting,
+    World,
+    cost,
+    step_learnt,
+    tuning_cost,
+)
+from extras.ablation.right_moves import RightMoves, right_trajectory
+from extras.demo import build as demo
+from extras.demo.long import LongWorld
+from train_rl import RLConfig
+
+SIZES = dict(zip(GROUP_SIZES, (3.0, 2.0, 1.0, 1.5, 2.0, 4.0), strict=True))
+
+
+def line_of(rule: str, seed: int, decisive: list[float], **more) -> dict:
+    """A run of ten calls a step that has kept its certain moves, unless `more` says otherwise."""
+    steps = len(decisive)
+    curve = {"calls": [10.0] * steps, "tokens": [100.0] * steps, "decisive": decisive, "certain": [0.9] * steps,
+             "trail": decisive, "solved": decisive, "mixed": [1.0] * steps} | more  # fmt: skip
+    return {"world": "steps", "stage": 2, "seed": seed, "rule": rule, "group_size": 4, "num_roots": 1, "rate": 2,
+            "curve": curve}  # fmt: skip
+
+
+def test_a_run_has_learnt_at_the_first_of_three_steps_that_hold_and_only_if_it_ends_there():
+    assert step_learnt(line_of("grpo", 0, [0.7, 0.8, 0.9, 0.8])["curve"]) == 4
+    assert cost(line_of("grpo", 0, [0.7, 0.9, 0.9, 0.9])) == pytest.approx(10 + 10 * (0.8 - 0.7) / 0.2)
+    assert cost(line_of("grpo", 0, [0.7, 0.9, 0.9, 0.9]), "steps") == pytest.approx(1.5)
+    assert cost(line_of("grpo", 0, [0.9, 0.7, 0.7, 0.9, 0.9, 0.9])) == pytest.approx(35.0)  # did not hold at first
+    assert cost(line_of("grpo", 0, [0.9, 0.9, 0.9])) == pytest.approx(10.0)
+    assert cost(line_of("grpo", 0, [0.9, 0.9, 0.9, 0.7])) is None  # lost at the end
+    assert cost(line_of("grpo", 0, [0.5, 0.6, 0.9, 0.9])) is None
+
+
+def test_right_moves_that_cost_the_certain_ones_count_for_nothing():
+    """Seed 24's kind: the decisive moves are learnt, and a move that was certain is lost, so nothing is solved."""
+    assert cost(line_of("grpo", 0, [0.9] * 4, certain=[0.9, 0.9, 0.9, 0.8])) is None
+    assert cost(line_of("grpo", 0, [0.9] * 4, certain=[0.9, 0.88, 0.8, 0.8])) is None
+    assert has_collapsed(line_of("grpo", 0, [0.9] * 4, trail=[0.2, 0.8, 0.7, 0.6]))
+    assert not has_collapsed(line_of("grpo", 0, [0.9] * 4, trail=[0.2, 0.8, 0.7, 0.65]))
+
+
+def test_a_setting_that_never_learns_on_a_seed_is_worse_than_one_that_is_dear():
+    dear = [line_of("grpo", seed, [0.5] * 9 + [0.9] * 3) for seed in (0, 1)]
+    never = [line_of("grpo", 0, [0.9] * 3), line_of("grpo", 1, [0.5] * WORLDS["steps"].max_steps)]
+    cut_off = [line_of("grpo", seed, [0.5] * 5) for seed in (0, 1)]
+    assert tuning_cost(cut_off) == pytest.approx(2 * 50.0)
+    assert tuning_cost(dear) < tuning_cost(never)
+
+
+@pytest.mark.parametrize("rule", ["grpo", "top_h"])
+def test_the_search_finds_the_best_of_costs_that_are_products(rule):
+    tried = []
+
+    def evaluate(settings):
+        tried.extend(settings)
+        return [SIZES[s.group_size] * (1 + abs(s.rate - 2)) * (1 + (s.num_roots == 2)) for s in settings]
+
+    best = best_setting(rule, (1, 2, 4), evaluate)
+    assert (best.group_size, best.rate) == (4, 2) and best.num_roots == (4 if rule == "grpo" else 1)
+    assert {s.group_size for s in tried} == set(GROUP_SIZES)
+    assert all(s.num_roots < s.group_size or rule == "grpo" for s in tried)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_is_a_config_and_takes_over_the_settings(rule):
+    setting = following(Setting("top_h", 6, 2, 4), rule)
+    config = load_config(RLConfig, ["--data.train", "x", *setting.flags])
+    assert config.rollout.group_size == 6 and config.optim.lr == pytest.approx(28e-4)
+    assert rule in WITHOUT_ROOTS or config.branching.num_initial_rollouts == 2
+
+
+def test_ratios_are_paired_and_never_counts_in_ranks_and_in_its_column(tmp_path):
+    lines = []
+    for seed in range(7):
+        slow = 4 + seed % 3
+        lines.append(line_of("grpo", seed, [0.5] * (2 * slow) + [0.9] * 3))
+        reached = [0.5] * slow + [0.9] * 3 if seed else [0.5] * 20
+        lines.append(line_of("top_h", seed, reached))
+    found = ratios(lines, "top_h", "grpo", "calls")
+    assert found["mean"] == pytest.approx(0.5, abs=0.05) and found["low"] < found["mean"] < found["high"]
+    assert ratios(lines, "grpo", "grpo", "calls") == {}
+    # six are better, one that never learnt is the worst: ranks 1 to 6 against 7
+    assert rank_test(lines, "top_h", "grpo") == pytest.approx(0.297, abs=0.02)
+    assert rank_test(lines[:8], "top_h", "grpo") is None
+    write_report(lines + [line | {"stage": 1} for line in lines[:4]], tmp_path)
+    table = (tmp_path / "TABLE.md").read_text()
+    assert "| top_h_g4_r1_x2 | 7 | 1 |" in table and "Settings tried" in table
+    assert (tmp_path / "steps.png").stat().st_size > 9000
+
+
+@pytest.mark.slow
+def test_a_run_is_made_once_and_its_line_has_what_the_report_needs(tmp_path, monkeypatch):
+    monkeypatch.setitem(WORLDS, "steps", World(num_sft_steps=2, num_prompts=2, max_steps=2))
+    setting = Setting("top_h", 3, 1, 2)
+    line = Runs(tmp_path, parallel=1).run("steps", setting, 0, 2)
+    assert {"calls", "tokens", "decisive", "certain", "trail", "solved", "mixed"} <= set(line["curve"])
+    assert len(line["curve"]["calls"]) == 2 and line["curve"]["calls"][0] > 0 and cost(line) is None
+    assert (tmp_path / "steps/positions_seed0.json").exists() and not list((tmp_path / "steps").glob("top_h*"))
+    again = Runs(tmp_path, parallel=1)
+    assert again.run("steps", setting, 0, 1) == line and len((tmp_path / "results.jsonl").read_text().splitlines()) == 1
+
+
+def chain(name: str, num_turns: int) -> Trajectory:
+    turns = [Turn(k, k + 1, k + 1, entropy=1.0) for k in range(num_turns)]
+    return Trajectory("p", name, token_ids=[0] * num_turns, turns=turns, stop_reason=StopReason.EOS)
+
+
+def test_the_control_forks_at_the_given_positions_and_never_twice_at_the_same_turn(tmp_path, monkeypatch):
+    path = tmp_path / "positions.json"
+    path.write_text(json.dumps({"1": 10, "3": 30}))
+    monkeypatch.setenv("FORK_POSITIONS", str(path))
+    group = Group(Prompt("p", [], []), [chain("0", 5), chain("1", 4), chain("2", 2)])
+    rng, cfg, drawn = random.Random(0), BranchingConfig(), Counter()
+    for _ in range(4000):
+        [fork] = control.positions(group, 1, cfg, rng)
+        drawn[fork.turn] += 1
+    assert set(drawn) == {1, 3} and abs(drawn[3] / drawn[1] - 3) < 0.4
+    forks = control.positions(group, 9, cfg, rng)
+    assert len(set(forks)) == len(forks) == 5 and all(fork.score is None for fork in forks)
+
+
+def test_positions_are_counted_from_a_runs_dumps(tmp_path):
+    groups = play(call_then_answer, branching=BranchingConfig(selector="top_h", num_initial_rollouts=1))
+    writer = DumpWriter(tmp_path)
+    writer.write(1, groups, "step")
+    writer.write(2, groups, "step")
+    writer.close()
+    num_branches = sum(t.parent_id is not None for t in groups[0].trajectories)
+    assert control.counted(tmp_path) == {1: 2 * num_branches} and num_branches == 3
+
+
+@pytest.fixture(scope="module")
+def moves(tmp_path_factory):
+    """The right moves of a task whose model is untrained, and the folder of its model."""
+    data = tmp_path_factory.mktemp("long")
+    tokenizer, _ = demo.write_data(data, 0, "long")
+    model = demo.build_model(tokenizer, 0)
+    for part in (model, tokenizer):
+        part.save_pretrained(data / "model")
+    (data / "stamp.json").write_text(json.dumps({"task": "long", "seed": 0}))
+    return RightMoves(str(data / "model"), data), data / "model"
+
+
+@pytest.mark.slow
+def test_the_probabilities_are_those_of_a_plain_forward_pass(moves):
+    measure, folder = moves
+    world, tokenizer = LongWorld(0), AutoTokenizer.from_pretrained(folder)
+    code, _ = world.trails["test"][0]
+    text = right_trajectory(world, code)
+    asked = [{"role": "user", "content": f"where does trail {code} end?"}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(ids + text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    assert measure.ids[0, : len(ids)].tolist() == ids  # cut into turns, the text has the same tokens
+    logprobs = torch.log_softmax(measure.model(input_ids=torch.tensor([ids])).logits[0], -1)
+    turns, total = measure.turn[0].tolist(), {True: [], False: []}
+    for number, is_decisive in enumerate(measure.decisive[0]):
+        places = [k for k, turn in enumerate(turns) if turn == number]
+        total[is_decisive].append(sum(logprobs[k - 1, ids[k]].item() for k in places))
+    alone = replace_rows(measure, 1)
+    assert alone["right/decisive"] == pytest.approx(np.mean(np.exp(total[True])), rel=1e-3)
+    assert alone["right/certain"] == pytest.approx(np.mean(np.exp(total[False])), rel=1e-3)
+    assert alone["right/trail"] == pytest.approx(np.exp(sum(total[True]) + sum(total[False])), rel=1e-3)
+    assert sum(measure.decisive[0]) == text.count("<think>try")
+
+
+def replace_rows(measure: RightMoves, number: int) -> dict[str, float]:
+    """What `measure` says of its first trails alone."""
+    ids, turn, decisive = measure.ids, measure.turn, measure.decisive
+    measure.ids, measure.turn, measure.decisive = ids[:number], turn[:number], decisive[:number]
+    try:
+        return measure()
+    finally:
+        measure.ids, measure.turn, measure.decisive = ids, turn, decisive
