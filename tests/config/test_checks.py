@@ -49,13 +49,13 @@ ALWAYS = {
     "advantage": "kind",
     "loss": "kind entropy_balanced_advantage entropy_coefficient entropy_target kl_coefficient aggregation "
     "old_logprobs",
-    "update": "num_prompts_per_minibatch num_epochs max_tokens_per_microbatch layout",
+    "update": "num_prompts_per_minibatch num_epochs max_tokens_per_microbatch layout measure_noise",
     "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm offload",
     "eval": "benchmarks files max_questions num_samples max_prompt_tokens overlong system_prompt num_muted server "
     "regrade",
     "judge": "url",
     "ablation": "train eval algorithms seeds eval_seed num_steps validate_every nproc_per_node num_parallel "
-    "target_reward",
+    "target_reward references",
     "": "report_only",
 }
 
