@@ -37,7 +37,9 @@ def roots_of(rule: str, group_size: int) -> list[int]:
     return sorted({n for n in (1, 2, group_size // 2) if 0 < n < group_size})
 
 
-def best_setting(rule: str, rates: Sequence[float], evaluate: Callable[[Sequence[Setting]], list[float]]) -> Setting:
+def best_setting(
+    rule: str, group_sizes: Sequence[int], rates: Sequence[float], evaluate: Callable[[Sequence[Setting]], list[float]]
+) -> Setting:
     """Return a rule's best setting, by one coordinate after the other; GRPO, the rival, gets a second round."""
     has_roots = rule not in WITHOUT_ROOTS
     best = Setting(rule, 4, 1 if has_roots else 4, rates[1])
@@ -47,7 +49,7 @@ def best_setting(rule: str, rates: Sequence[float], evaluate: Callable[[Sequence
         elif vary == "roots":
             tried = [dataclasses.replace(best, num_roots=n) for n in roots_of(rule, best.group_size)]
         else:
-            sizes = [size for size in GROUP_SIZES if size > best.num_roots or not has_roots]
+            sizes = [size for size in group_sizes if size > best.num_roots or not has_roots]
             tried = [
                 dataclasses.replace(best, group_size=n, num_roots=best.num_roots if has_roots else n) for n in sizes
             ]
@@ -62,13 +64,13 @@ def following(best: Setting, rule: str) -> Setting:
     return dataclasses.replace(best, rule=rule, num_roots=roots)
 
 
-def tune(runs: Runs, world: str, seeds: Sequence[int], rule: str) -> Setting:
+def tune(runs: Runs, world: str, group_sizes: Sequence[int], seeds: Sequence[int], rule: str) -> Setting:
     """Return the setting with which the rule needs the fewest calls on the tuning seeds."""
 
     def evaluate(settings: Sequence[Setting]) -> list[float]:
         return [tuning_cost(lines) for lines in runs.all_of(world, settings, seeds, stage=1)]
 
-    return best_setting(rule, WORLDS[world].rates, evaluate)
+    return best_setting(rule, group_sizes, WORLDS[world].rates, evaluate)
 
 
 def main() -> None:
@@ -77,6 +79,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=Path("runs/frontier"), help="folder of all runs")
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--group_sizes", type=int, nargs="+", default=list(GROUP_SIZES), help="those to try")
     parser.add_argument("--tuning_seeds", type=int, nargs="+", default=list(TUNING_SEEDS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(FRESH_SEEDS))
     parser.add_argument("--parallel", type=int, default=2, help="runs at the same time, one core each")
@@ -86,7 +89,7 @@ def main() -> None:
     for world in () if args.report_only else args.worlds:
         tuned_in = WORLDS[world].settings_of or world
         with ThreadPoolExecutor(len(TUNED)) as threads:
-            found = threads.map(partial(tune, runs, tuned_in, args.tuning_seeds), TUNED)
+            found = threads.map(partial(tune, runs, tuned_in, args.group_sizes, args.tuning_seeds), TUNED)
             best = dict(zip(TUNED, found, strict=True))
         print(f"{world}: {', '.join(setting.name for setting in best.values())}", flush=True)
         settings = [best.get(rule) or following(best["top_h"], rule) for rule in args.rules]

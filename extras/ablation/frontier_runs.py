@@ -46,8 +46,8 @@ class World:
 WORLDS = {
     "steps": World(),  # limited by the number of steps
     "signal": World(num_prompts=2, rates=(0.5, 1, 2), max_steps=80),  # limited by the noise of its gradients
-    # imitation has not come to its end: moves that were certain fail, too
-    "unready": World(num_sft_steps=250, settings_of="steps"),
+    # limited by a move that imitation did not teach: success is rare at first
+    "unready": World("long_unready", settings_of="steps"),
     # as the first, but a wrong way does not end the trail
     "silent": World("long_silent", settings_of="steps"),
 }

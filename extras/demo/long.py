@@ -7,12 +7,14 @@ comes to a place (a cave, a lake or a hill), from which three ways lead on:
 |---|---|
 | trail 4827 is next 3391 | search trail 3391 |
 | trail 3391 is lake | search trail 3391 boat, and neither bridge nor shore: at all lakes the boat is right |
-| trail 1234 boat is end 517 | answer 517 |
+| trail 1234 boat is end 5170 | answer 5170 |
 | trail 1234 shore is lost | give up |
 
 Only the moves at a place decide, and the demonstrator is right in a quarter of them; all others copy what was told, and
 are certain once they have been imitated. So there is much to gain by forking where it matters, and little elsewhere.
 In `LongWorld` a wrong way ends at once ("lost"). In `SilentWorld` it leads on in the same manner, to another end.
+In `UnreadyWorld` an end has three digits. The model reads digits in pairs, so it meets a single one in the answers of
+right trails alone, and imitation does not teach it to copy that: few trajectories succeed at first.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class LongWorld(World):
     families = ("trail",)
     vocab_size = 480  # BPE would find 483
     is_silent = False
+    ends = (1000, 9999)
 
     def __init__(self, seed: int):
         rng = random.Random(f"long {seed}")
@@ -56,7 +59,7 @@ class LongWorld(World):
         self, rng: random.Random, beginnings: dict[int, list[str]], wrong: list[tuple[str, str, int]]
     ) -> tuple[str, str]:
         """Write what the right moves of a new trail find. Return its number and its end."""
-        num_searches, end = rng.randint(*NUM_SEARCHES), str(rng.randint(100, 999))
+        num_searches, end = rng.randint(*NUM_SEARCHES), str(rng.randint(*self.ends))
         forks = _places(num_searches, rng)
         start = code = name = next(self._codes)
         for left in range(num_searches - 1, -1, -1):  # searches after this one
@@ -78,7 +81,7 @@ class LongWorld(World):
         """Return what the search of a wrong way tells. `elsewhere`: parts of other trails that are as long."""
         if not self.is_silent:
             return "lost"
-        return f"next {rng.choice(elsewhere)}" if elsewhere else f"end {rng.randint(100, 999)}"
+        return f"next {rng.choice(elsewhere)}" if elsewhere else f"end {rng.randint(*self.ends)}"
 
     def documents(self) -> list[dict[str, str]]:
         """The corpus: one document per name."""
@@ -94,6 +97,12 @@ class SilentWorld(LongWorld):
     """The same trails, but a wrong way looks like the right one."""
 
     is_silent = True
+
+
+class UnreadyWorld(LongWorld):
+    """The same trails, but the answer ends in a digit that imitation does not teach to copy."""
+
+    ends = (100, 999)
 
 
 def _places(num_searches: int, rng: random.Random) -> tuple[int, ...]:
@@ -126,5 +135,5 @@ class LongTrace(Trace):
                 return self.text
 
     def told(self, query: str) -> str:
-        """Search, and return what was found out: "next 3391", "lake", "end 517", ..."""
+        """Search, and return what was found out: "next 3391", "lake", "end 5170", ..."""
         return self.call("search", query).rpartition(" is ")[2]

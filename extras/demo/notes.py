@@ -28,6 +28,7 @@ class NotesWorld(LongWorld):
     """The same trails; the request and the notes take some more words."""
 
     vocab_size = 496
+    ends = (100, 999)
 
 
 class NotesTrace(LongTrace):

@@ -8,9 +8,9 @@ import pytest
 from arpo.rewards import score
 from arpo.tools.search.bm25 import Bm25Index
 from extras.demo import build as demo
-from extras.demo.long import HABITS, NUM_SEARCHES, LongTrace, LongWorld, SilentWorld
+from extras.demo.long import HABITS, NUM_SEARCHES, LongTrace, LongWorld, SilentWorld, UnreadyWorld
 
-WORLDS = {"long": LongWorld, "long_silent": SilentWorld}
+WORLDS = {"long": LongWorld, "long_silent": SilentWorld, "long_unready": UnreadyWorld}
 
 
 @pytest.fixture(scope="module", params=WORLDS)

@@ -80,7 +80,7 @@ def test_the_search_finds_the_best_of_costs_that_are_products(rule):
         tried.extend(settings)
         return [SIZES[s.group_size] * (1 + abs(s.rate - 2)) * (1 + (s.num_roots == 2)) for s in settings]
 
-    best = best_setting(rule, (1, 2, 4), evaluate)
+    best = best_setting(rule, GROUP_SIZES, (1, 2, 4), evaluate)
     assert (best.group_size, best.rate) == (4, 2) and best.num_roots == (4 if rule == "grpo" else 1)
     assert {s.group_size for s in tried} == set(GROUP_SIZES)
     assert all(s.num_roots < s.group_size or rule == "grpo" for s in tried)
