@@ -202,7 +202,7 @@ def main(cfg: RLConfig) -> None:
         values = batch.values | rollouts.after_update(step, timers)
         metrics.merge(memory_metrics(dist.device))
         values |= dist.step_times(timers) | dist.reduce_metrics(metrics).values()
-        values |= noise.of_step(step, step_sketches(policy, minibatches, dist)) if noise else {}
+        values |= noise.of_step(step, batch.groups, step_sketches(policy, minibatches, dist)) if noise else {}
         is_final = step == num_steps or rollouts.must_stop or stop.agreed(dist)
         log.scalars(step, values | speeds(values, dist.world_size), distributions(batch.sampled))
         if run.dump_every and (step == num_steps or step % run.dump_every == 0):

@@ -22,6 +22,7 @@ import numpy as np
 
 from arpo.advantages import z_scores
 from arpo.log import Console
+from arpo.model.sketch import SKETCH_RANK
 from arpo.options import AdvantageConfig
 from arpo.selection import is_dead
 from arpo.trajectory import Group, Trajectory
@@ -29,7 +30,8 @@ from arpo.trajectory import Group, Trajectory
 NUM_STEPS, NUM_GROUPS = 10, 80
 """Least steps and groups of a window."""
 UNIT_PROMPTS = 8
-"""Least prompts whose gradients are compared with each other; of smaller updates, several in a row are put together."""
+"""Prompts whose gradients are compared with each other, in order: those of small updates together with the next."""
+NUM_NUMBERS = SKETCH_RANK**2
 LEAST_UNITS = 4
 """Least units of a window that say anything."""
 NUM_SPLITS = 4
@@ -125,13 +127,19 @@ class GradientNoise:
         self.halves: list[np.ndarray] = []
         """The same with half of its trajectories (2 * NUM_SPLITS, R)."""
         self.units: list[tuple[float, float | None]] = []
-        """Likeness of each unit of the window, with the groups as they are and with half of each."""
+        """Likeness of the prompts of each unit of the window, with the groups as they are and with half of each."""
         self.num_steps = self.num_groups = self.num_mixed = 0
 
-    def of_step(self, step: int, minibatches: Sequence[SketchedMinibatch]) -> dict[str, float]:
-        """Add the updates of a step. Return the metrics of the window that it ends, and log what follows from them."""
+    def of_step(self, step: int, groups: Sequence[Group], minibatches: Sequence[SketchedMinibatch]) -> dict[str, float]:
+        """Add the updates of a step with these groups. Return the metrics of the window that it ends, and log what
+        follows from them. A group that no update was made of has a gradient of 0."""
+        members: dict[int, list[tuple[Trajectory, np.ndarray]]] = {}
         for minibatch in minibatches:
-            self._add(minibatch)
+            for row, (index, t) in enumerate(minibatch.trajectories):
+                if row in minibatch.rows:
+                    members.setdefault(id(minibatch.groups[index]), []).append((t, minibatch.rows[row]))
+        for group in groups:
+            self._add(group, members.get(id(group), []))
         self.num_steps += 1
         if self.num_steps < NUM_STEPS or self.num_groups < NUM_GROUPS:
             return {}
@@ -140,25 +148,19 @@ class GradientNoise:
             self.log.line(f"step {step}: {advice} (docs/branching.md)")
         return values
 
-    def _add(self, minibatch: SketchedMinibatch) -> None:
-        size = next(iter(minibatch.rows.values())).shape[1] if minibatch.rows else 1
-        for index, group in enumerate(minibatch.groups):
-            of_group = [
-                (t, minibatch.rows[row])
-                for row, (of, t) in enumerate(minibatch.trajectories)
-                if of == index and row in minibatch.rows
-            ]
-            self.num_groups += 1
-            self.num_mixed += not is_dead(group)
-            full = np.zeros(size)
-            halves = np.zeros((2 * NUM_SPLITS, size))
-            if of_group:
-                full = sum(sketch[0] for _, sketch in of_group)
-                splits = [self._halves([t for t, _ in of_group]) for _ in range(NUM_SPLITS)]
-                if splits[0] is not None:
-                    halves = np.concatenate(splits) @ np.stack([sketch[1] for _, sketch in of_group])
-            self.full.append(full)
-            self.halves.append(halves)
+    def _add(self, group: Group, members: Sequence[tuple[Trajectory, np.ndarray]]) -> None:
+        full = np.zeros(NUM_NUMBERS)
+        halves = np.zeros((2 * NUM_SPLITS, NUM_NUMBERS))
+        if members:
+            sketches = np.stack([sketch for _, sketch in members])  # (N, 2, R)
+            full = sketches[:, 0].sum(0)
+            splits = [self._halves([t for t, _ in members]) for _ in range(NUM_SPLITS)]
+            if splits[0] is not None:
+                halves = np.concatenate(splits) @ sketches[:, 1]
+        self.full.append(full)
+        self.halves.append(halves)
+        self.num_groups += 1
+        self.num_mixed += not is_dead(group)
         if len(self.full) >= UNIT_PROMPTS:
             self._close_unit()
 

@@ -73,12 +73,24 @@ def tune(runs: Runs, world: str, group_sizes: Sequence[int], seeds: Sequence[int
     return best_setting(rule, group_sizes, WORLDS[world].rates, evaluate)
 
 
+def best_settings(runs: Runs, world: str, args: argparse.Namespace) -> list[Setting]:
+    """Return the best setting of each rule, found in this world or in the one whose settings it takes over."""
+    tuned_in = WORLDS[world].settings_of or world
+    with ThreadPoolExecutor(len(TUNED)) as threads:
+        found = threads.map(partial(tune, runs, tuned_in, args.group_sizes, args.tuning_seeds), TUNED)
+        best = dict(zip(TUNED, found, strict=True))
+    return [best.get(rule) or following(best["top_h"], rule) for rule in args.rules]
+
+
 def main() -> None:
     """Read the command line, make the runs, write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path("runs/frontier"), help="folder of all runs")
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument(
+        "--settings", type=Setting.named, nargs="+", help="compare these, and tune none: grpo_g8_x1 ..."
+    )
     parser.add_argument("--group_sizes", type=int, nargs="+", default=list(GROUP_SIZES), help="those to try")
     parser.add_argument("--tuning_seeds", type=int, nargs="+", default=list(TUNING_SEEDS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(FRESH_SEEDS))
@@ -87,12 +99,8 @@ def main() -> None:
     args = parser.parse_args()
     runs = Runs(args.dir.resolve(), args.parallel)
     for world in () if args.report_only else args.worlds:
-        tuned_in = WORLDS[world].settings_of or world
-        with ThreadPoolExecutor(len(TUNED)) as threads:
-            found = threads.map(partial(tune, runs, tuned_in, args.group_sizes, args.tuning_seeds), TUNED)
-            best = dict(zip(TUNED, found, strict=True))
-        print(f"{world}: {', '.join(setting.name for setting in best.values())}", flush=True)
-        settings = [best.get(rule) or following(best["top_h"], rule) for rule in args.rules]
+        settings = args.settings or best_settings(runs, world, args)
+        print(f"{world}: {', '.join(setting.name for setting in settings)}", flush=True)
         for with_positions in (False, True):
             some = [setting for setting in settings if (setting.rule == "positions") == with_positions]
             runs.all_of(world, some, args.seeds, stage=2)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import threading
@@ -85,6 +86,14 @@ class Setting:
     def name(self) -> str:
         roots = "" if self.rule in WITHOUT_ROOTS else f"_r{self.num_roots}"
         return f"{self.rule}_g{self.group_size}{roots}_x{self.rate:g}"
+
+    @staticmethod
+    def named(name: str) -> Setting:
+        """Return the setting of a name. "top_h_g8_r2_x1" -> top_h, groups of 8 with 2 roots, rate 1. ValueError."""
+        found = re.fullmatch(r"(\w+?)_g(\d+)(?:_r(\d+))?_x([\d.]+)", name)
+        if not found or found[1] not in RULES or (found[3] is None) != (found[1] in WITHOUT_ROOTS):
+            raise ValueError(f"{name!r} is no setting; write it like grpo_g8_x1 or top_h_g8_r2_x1")
+        return Setting(found[1], int(found[2]), int(found[3] or found[2]), float(found[4]))
 
     @property
     def flags(self) -> list[str]:

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from arpo.options import AdvantageConfig
-from arpo.sampling.step_needs import BranchWorth, GradientNoise, SketchedMinibatch, likeness, pairs_of, signal_share
+from arpo.sampling.step_needs import (
+    NUM_NUMBERS,
+    BranchWorth,
+    GradientNoise,
+    SketchedMinibatch,
+    likeness,
+    pairs_of,
+    signal_share,
+)
 from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
 
 
@@ -50,7 +58,8 @@ def step_of_bandit(p: float, num_prompts: int, group_size: int, rng: np.random.G
         for i in range(group_size):
             t = Trajectory(str(index), str(i), stop_reason=StopReason.EOS, reward=float(right[i]))
             score = float(right[i]) - p
-            sketches[len(rows)] = np.array([[z[i] * score], [score]])
+            sketches[len(rows)] = np.zeros((2, NUM_NUMBERS))
+            sketches[len(rows)][:, 7] = z[i] * score, score
             rows.append((index, t))
             group.trajectories.append(t)
         groups.append(group)
@@ -63,7 +72,9 @@ def noise_of(p: float, num_prompts: int, group_size: int, num_steps: int) -> tup
     noise = GradientNoise(AdvantageConfig(), num_prompts, log)
     values: dict[str, float] = {}
     for step in range(num_steps):
-        values |= noise.of_step(step, [step_of_bandit(p, num_prompts, group_size, rng)])
+        minibatch = step_of_bandit(p, num_prompts, group_size, rng)
+        updates = [minibatch] if any(sketch.any() for sketch in minibatch.rows.values()) else []
+        values |= noise.of_step(step, minibatch.groups, updates)
     return values, log.said
 
 

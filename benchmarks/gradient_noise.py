@@ -1,0 +1,118 @@
+"""What it costs an update to measure the noise of its gradient (update.measure_noise).
+
+    python benchmarks/gradient_noise.py [--quick]          (on the GPU if there is one)
+
+A random model (on a CPU 4 layers of width 256 and 8192 tokens in the vocabulary, on a GPU the shape of Qwen2.5-0.5B)
+does one update of 8 groups of 8 trajectories, with the sketch of each trajectory's gradient and without it, in turn,
+from the same weights. With it, the numbers go into the estimate as well, as in train_rl.py. `ratio` = without /
+with, of the medians; on a CPU both are CPU seconds, so that other processes do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+
+from arpo import ranks
+from arpo.config.sections import ModelConfig, UpdateConfig
+from arpo.log import Console
+from arpo.model import Policy, load_policy
+from arpo.model.sketch import GradientSketch
+from arpo.options import AdvantageConfig, LossConfig
+from arpo.sampling.step_needs import GradientNoise
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory
+from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, step_sketches, update_policy
+
+NUM_PROMPTS, GROUP_SIZE = 8, 8
+SHAPES = {"cpu": (256, 4, 8192), "cuda": (896, 24, 151_936)}  # width, layers, vocabulary
+TOKENS = {"quick": 16, "full": 256}
+REPEATS = {"quick": 2, "full": 9}
+
+
+def write_model(folder: str, device: str) -> None:
+    """Write a random model."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    width, layers, vocab = SHAPES[device]
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def random_groups(num_tokens: int, vocab: int) -> list[Group]:
+    """Groups of trajectories of random tokens, half of them right."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for p in range(NUM_PROMPTS):
+        trajectories = []
+        for i in range(GROUP_SIZE):
+            ids = rng.integers(0, vocab, num_tokens).tolist()
+            t = Trajectory(str(p), str(i), ids, [1] * num_tokens, [-9.0] * num_tokens, stop_reason=StopReason.EOS)
+            t.reward = float(i % 2)
+            trajectories.append(t)
+        groups.append(Group(Prompt(str(p), [], [], token_ids=tuple(range(16))), trajectories))
+    return groups
+
+
+def seconds_of_update(policy: Policy, groups: list[Group], noise: GradientNoise | None, dist: ranks.Ranks) -> float:
+    """Return the seconds of one update; with `noise`, those of its estimate too."""
+    cfg = UpdateConfig(num_prompts_per_minibatch=NUM_PROMPTS, max_tokens_per_microbatch=4096, layout="packed")
+    minibatches = make_minibatches(groups, cfg, AdvantageConfig(), dist)
+    fill_old_logprobs(policy, minibatches[0].micros, LossConfig(), 1.0)
+    fill_advantages(groups, minibatches, AdvantageConfig(), LossConfig(), dist)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    is_cuda = dist.device.type == "cuda"
+    clock = time.perf_counter if is_cuda else time.process_time
+    started = clock()
+    update_policy(policy, optimizer, minibatches[0].micros, LossConfig(), 1.0, 1.0, dist, is_first=True)
+    if noise:
+        noise.of_step(1, groups, step_sketches(policy, minibatches, dist))
+    if is_cuda:
+        torch.cuda.synchronize()
+    return clock() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="short trajectories, few repeats")
+    size = "quick" if parser.parse_args().quick else "full"
+    dist = ranks.init()
+    kind = dist.device.type
+    width, _, vocab = SHAPES[kind]
+    groups = random_groups(TOKENS[size], vocab)
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(folder, kind)
+        dtype = "bfloat16" if kind == "cuda" else "float32"
+        policy = load_policy(ModelConfig(folder, compute_dtype=dtype), dist.mesh, device=dist.device)
+    sketch = GradientSketch(width, dist.device)
+    noise = GradientNoise(AdvantageConfig(), NUM_PROMPTS, Console(is_main=False))
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(REPEATS[size] + 1):  # the first of each warms up
+        for is_measured in seconds:
+            policy.sketch = sketch if is_measured else None
+            seconds[is_measured].append(seconds_of_update(policy, groups, noise if is_measured else None, dist))
+    without, measured = (statistics.median(values[1:]) for values in seconds.values())
+    dist.close()
+    result = {"name": "gradient_noise", "ratio": without / measured, "ours": measured, "baseline": without, "unit": "s"}
+    print(json.dumps(result | {"device": kind}))
+
+
+if __name__ == "__main__":
+    main()
