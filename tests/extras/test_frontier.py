@@ -16,7 +16,7 @@ from arpo.options import BranchingConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 from extras.ablation import positions as control
 from extras.ablation.frontier import best_setting, following
-from extras.ablation.frontier_report import has_collapsed, rank_test, ratios, write_report
+from extras.ablation.frontier_report import by_setting, has_collapsed, rank_test, ratios, strongest_rival, write_report
 from extras.ablation.frontier_runs import (
     GROUP_SIZES,
     RULES,
@@ -101,16 +101,31 @@ def test_ratios_are_paired_and_never_counts_in_ranks_and_in_its_column(tmp_path)
         lines.append(line_of("grpo", seed, [0.5] * (2 * slow) + [0.9] * 3))
         reached = [0.5] * slow + [0.9] * 3 if seed else [0.5] * 20
         lines.append(line_of("top_h", seed, reached))
-    found = ratios(lines, "top_h", "grpo", "calls")
+        lines.append(line_of("grpo", seed, [0.5] + [0.9] * 3 if seed else [0.5] * 20) | {"group_size": 2})
+    runs = by_setting(lines)
+    [eight, two, ours] = runs
+    assert strongest_rival(runs) == eight  # the other is far cheaper, and fails on a seed
+    found = ratios(runs[ours], runs[eight], "calls")
     assert found["mean"] == pytest.approx(0.5, abs=0.05) and found["low"] < found["mean"] < found["high"]
-    assert ratios(lines, "grpo", "grpo", "calls") == {}
+    assert ratios(runs[eight], runs[eight], "calls") == {} and (eight.group_size, two.group_size) == (4, 2)
     # six are better, one that never learnt is the worst: ranks 1 to 6 against 7
-    assert rank_test(lines, "top_h", "grpo") == pytest.approx(0.297, abs=0.02)
-    assert rank_test(lines[:8], "top_h", "grpo") is None
+    assert rank_test(runs[ours], runs[eight]) == pytest.approx(0.297, abs=0.02)
+    assert rank_test(dict(list(runs[ours].items())[:4]), runs[eight]) is None
     write_report(lines + [line | {"stage": 1} for line in lines[:4]], tmp_path)
     table = (tmp_path / "TABLE.md").read_text()
     assert "| top_h_g4_r1_x2 | 7 | 1 |" in table and "Settings tried" in table
     assert (tmp_path / "steps.png").stat().st_size > 9000
+
+
+@pytest.mark.parametrize("name", ["grpo_g8_x1", "aepo_g16_x0.5", "top_h_g8_r2_x1", "positions_g4_r1_x4"])
+def test_a_setting_is_known_by_its_name(name):
+    assert Setting.named(name).name == name
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_g8_r2_x1", "top_h_g8_x1", "best_g8_x1"])
+def test_what_is_no_setting_is_refused(name):
+    with pytest.raises(ValueError, match="is no setting"):
+        Setting.named(name)
 
 
 @pytest.mark.slow
