@@ -1,10 +1,11 @@
-"""An OpenAI-compatible server as the sampler: the part of arpo.engine.Engine that the rollout needs, over HTTP.
+"""A completions server as the sampler: the part of arpo.engine.Engine that the rollout needs, over HTTP.
 
     python evaluate.py ... --eval.server extras/server_engine.py:ServerEngine=http://host:8000
 
     submit -> POST /v1/completions, the prompt as token ids -> the whole turn as one chunk
 
-vLLM's server returns token ids (`return_token_ids`) and the stop string it met. For another server the text is
+vLLM's server returns token ids (`return_token_ids`) and the stop string it met. Another one must take prompts as token
+ids, and pass over fields that it does not know, which `transformers serve` does not. Of its answers the text is
 tokenised again, and the stop string, which such a server cuts off, is the one that closes the tool tag left open. Seeds
 are sent with each request. Logprobs (NaN) and entropies are not asked for, so there is no branching.
 """

@@ -77,6 +77,9 @@ class Written(NamedTuple):
     text: str
     value: Any
 
+    def __repr__(self) -> str:
+        return self.text
+
 
 def read_yaml(path: Path, *, as_written: bool = False) -> Any:
     """Return the tree of a file of YAML, in which no mapping has a key twice, of which the last would win without a

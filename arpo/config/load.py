@@ -261,13 +261,13 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
     except ValueError as error:
         raise UserError(f"{path}: not valid YAML ({error})") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: must be a mapping of sections, not a {type(tree).__name__}")
+        raise UserError(f"{path}: must be a mapping of sections, not {_flag_of(tree)[:60]!r}")
     if (writer := tree.pop("script", script)) != script:
         raise UserError(f"{path}: the settings of a run of {writer}.py, and this is {script}.py")
     tree.pop("contents", None)  # digests of the files that the run was begun with
     own = {name: tree.pop(name) for name in SCRIPTS if name in tree}.get(script) or {}
     if not isinstance(own, dict):
-        raise UserError(f"{path}: {script} must be a mapping of sections, not a {type(own).__name__}")
+        raise UserError(f"{path}: {script} must be a mapping of sections, not {_flag_of(own)[:60]!r}")
     found: dict[str, list[str]] = {}
 
     def walk(node: dict, prefix: str) -> None:
@@ -280,7 +280,7 @@ def yaml_settings(path: Path, known: dict[str, Kind], script: str) -> dict[str, 
             if isinstance(value, Written) and known[key] == "flag" and isinstance(value.value, bool):
                 value = str(value.value)  # of a knob that is on or off: True for yes and on too
             if isinstance(value, list) and known[key] != "list":
-                raise UserError(f"{path}: {key} must be one value, not the list [{', '.join(map(_flag_of, value))}]")
+                raise UserError(f"{path}: {key} must be one value, not the list {value}")
             if value is None and known[key] != "optional":
                 raise UserError(f'{path}: {key} has no value; give it one ("" for an empty text), or drop the line')
             if isinstance(value, dict):

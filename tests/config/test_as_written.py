@@ -63,6 +63,21 @@ def test_a_value_of_a_file_is_its_text(tmp_path, text, key, value):
     assert of_yaml(tmp_path, text)[key] == value
 
 
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("5", "a mapping of sections, not '5'"),
+        ("[1, no]", r"a mapping of sections, not '\[1, no\]'"),
+        ("train_sft: 1:30", "train_sft must be a mapping of sections, not '1:30'"),
+        ("run: {seed: [1, 010]}", r"run.seed must be one value, not the list \[1, 010\]"),
+        ("script: no", "the settings of a run of no.py"),
+    ],
+)
+def test_an_error_shows_the_text_too(tmp_path, text, error):
+    with pytest.raises(UserError, match=error):
+        of_yaml(tmp_path, text)
+
+
 @pytest.mark.parametrize("text", ["run: {num_steps: 1:30}", "optim: {lr: 1:30}", "run: {num_steps: 0x10}"])
 def test_a_number_that_yaml_alone_knows_is_refused(tmp_path, text):
     with pytest.raises(UserError, match=r"c\.yaml"):
