@@ -19,6 +19,8 @@ from arpo.rewards.qa import option_letter, unwrap
 
 MAX_CHARS = 1000
 """Longest answer that is compared as a formula; longer ones must be literally equal."""
+FLOAT_DIGITS = 15
+"""Significant digits from which on a decimal is taken for a float that was printed: 0.30000000000000004 is 0.3."""
 
 _UNITS = {
     alias: names.split()[0]
@@ -124,6 +126,7 @@ def _without_spacing(text: str) -> str:
     r"""Remove LaTeX spacing and sizes, and blanks unless they part two words or numbers ("1 2" is not "12")."""
     text = re.sub(r"\\left(?![A-Za-z])|\\right(?![A-Za-z])|\\[!,;: ]|~", " ", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"\\[a-z]?dots(?![A-Za-z])|\.\.\.", r"\\dots ", text)
     return re.sub(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])", "", text)
 
 
@@ -169,13 +172,16 @@ def _is_false_equation(text: str) -> bool:
 
 def _is_rounding(text: str, exact: str) -> bool:
     """Return whether a text is a decimal of six significant digits, and `exact` rounded to its decimals. If that is a
-    decimal too, it must have more of them."""
+    decimal too, it must have more of them. A float as Python prints it may be off by its own last digit."""
     (_, _, decimals), digits = text.partition("."), re.sub(r"\D", "", text).lstrip("0")
     if not _NUMBER.fullmatch(text) or not decimals or len(digits) < 6:
         return False
+    distance, value = abs(_rational(text) - _rational(exact)), _rational(exact)
+    if len(digits) >= FLOAT_DIGITS and distance <= abs(value) / 10 ** (FLOAT_DIGITS - 1):
+        return True
     if _NUMBER.fullmatch(exact) and len(exact.partition(".")[2]) <= len(decimals):
         return False
-    return abs(_rational(text) - _rational(exact)) <= Fraction(1, 2 * 10 ** len(decimals))
+    return distance <= Fraction(1, 2 * 10 ** len(decimals))
 
 
 def _in_base(digits: str, base: int) -> int | None:

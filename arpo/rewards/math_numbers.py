@@ -14,6 +14,7 @@ from sympy import Basic, Expr, Float, I, MatrixBase, MatrixExpr, Mul, Rational, 
 
 MIN_DIGITS = 6
 """Significant digits of a decimal that may be the truth rounded to its own decimals."""
+FLOAT_DIGITS = 15
 _POINTS = (Rational(17, 13), Rational(-11, 7), Rational(29, 23), Rational(-5, 19))
 _PERCENT = UnevaluatedExpr(Rational(1, 100))
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
@@ -98,13 +99,19 @@ def _agree_at_points(truth: Expr, prediction: Expr) -> bool:
 
 def _is_rounding(decimal: Rational, value: Expr, *, unless_coarser: bool = False) -> bool:
     """Return whether a decimal, made a fraction, is a value rounded to its decimals and has MIN_DIGITS digits or more.
-    With `unless_coarser` the value is a decimal too, and must have more of them."""
+    With `unless_coarser` the value is a decimal too, and must have more of them. See _is_rounding of math_answer.py."""
     num_decimals = _num_decimals(decimal)
     num_digits = len(str(abs(decimal.p) * 10**num_decimals // decimal.q))
-    if not num_decimals or num_digits < MIN_DIGITS or (unless_coarser and _num_decimals(value) <= num_decimals):
+    if not num_decimals or num_digits < MIN_DIGITS:
         return False
-    distance = abs(decimal - value).evalf(20)
-    return bool(distance.is_real and distance <= Rational(1, 2 * 10**num_decimals))
+    distance, size = abs(decimal - value).evalf(20), abs(value).evalf(20)
+    if not distance.is_real:
+        return False
+    if num_digits >= FLOAT_DIGITS and distance <= size / 10 ** (FLOAT_DIGITS - 1):
+        return True
+    if unless_coarser and _num_decimals(value) <= num_decimals:
+        return False
+    return bool(distance <= Rational(1, 2 * 10**num_decimals))
 
 
 def _num_decimals(decimal: Rational) -> int:
