@@ -78,7 +78,8 @@ class Codec(ABC):
         self._control_ids = frozenset(special[text] for text in special.keys() - tags)
         # SentencePiece's kind writes a blank before a text: right where a text begins, wrong inside of one.
         whole, dot, word = (tokenizer.encode(text, add_special_tokens=False) for text in (".The", ".", "The"))
-        self._marks_beginnings = whole != dot + word
+        takes_blanks = any(token.rstrip for token in tokenizer.added_tokens_decoder.values())
+        self._marks_beginnings = takes_blanks or whole != dot + word
         self._after_eos, self._trims, self._opened = self._probe_template()
         self._texts = TokenTexts(tokenizer, self.decode, self._encode_data("a"))
         self.vocab_size = len(tokenizer)
