@@ -195,10 +195,15 @@ def tokenize_prompts(
     `render` gets the messages, and the tools of a prompt that names some.
     Raises UserError where `overlong` is "error" and one is too long, and where nothing remains.
     """
-    prompts = [
-        replace(p, token_ids=tuple(render(p.messages) if p.tools is None else render(p.messages, p.tools)))
-        for p in prompts
-    ]
+
+    def rendered(prompt: Prompt) -> Prompt:
+        try:
+            offered = () if prompt.tools is None else (prompt.tools,)
+            return replace(prompt, token_ids=tuple(render(prompt.messages, *offered)))
+        except UserError as error:
+            raise UserError(f"{path}: {prompt.prompt_id}: {error}") from None
+
+    prompts = list(map(rendered, prompts))
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
     num_dropped = len(prompts) - len(kept)
     if not num_dropped:

@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -20,7 +21,7 @@ from arpo.protocol.token_texts import TokenTexts
 from arpo.trajectory import ToolCall
 
 # Some templates write the date of the day; then a row of today would not be a row of tomorrow. This is Llama-3.1's own.
-DATE_STRING = "26 Jul 2024"
+DATE = datetime(2024, 7, 26)
 DATA = "\U0010ffff"
 """Stands before and behind each special token that a message's text contains, while the template renders it. Unicode
 keeps this character out of text."""
@@ -44,6 +45,21 @@ class Rendered(NamedTuple):
     token_ids: list[int]
     loss_mask: list[int]
     """1 on what the policy must produce; as long as token_ids."""
+
+
+class Probed(NamedTuple):
+    """How a chat template writes an assistant's turn."""
+
+    after_eos: str
+    """What it writes behind the EOS of the turn."""
+    trims: bool
+    """Whether it takes blanks off both ends of the message."""
+    opened: str
+    """The end of its generation prompt from a <think> on that it opens and does not close (QwQ, R1 distills); or ""."""
+    lead: str
+    """Blanks between the generation prompt and the message, which the model writes (GLM-4, Llama-2)."""
+    tail: str
+    """Blanks between the message and EOS, which the model writes (Llama-2)."""
 
 
 class Codec(ABC):
@@ -80,7 +96,7 @@ class Codec(ABC):
         whole, dot, word = (tokenizer.encode(text, add_special_tokens=False) for text in (".The", ".", "The"))
         takes_blanks = any(token.rstrip for token in tokenizer.added_tokens_decoder.values())
         self._marks_beginnings = takes_blanks or whole != dot + word
-        self._after_eos, self._trims, self._opened = self._probe_template()
+        self._after_eos, self._trims, self._opened, self._before_answer, self._behind_answer = self._probe_template()
         self._texts = TokenTexts(tokenizer, self.decode, self._encode_data("a"))
         self.vocab_size = len(tokenizer)
         self._min_result_tokens = self._count_min_result_tokens()
@@ -183,27 +199,31 @@ class Codec(ABC):
             tokenize=False,
             add_generation_prompt=generation,
             enable_thinking=self.enable_thinking,
-            date_string=DATE_STRING,
+            date_string=DATE.strftime("%d %b %Y"),
+            strftime_now=DATE.strftime,
         )
 
-    def _probe_template(self) -> tuple[str, bool, str]:
-        """Return what the template writes behind the EOS of an assistant turn, whether it trims that turn, and the end
-        of its generation prompt from a <think> on that it opens and does not close (QwQ, R1 distills); else ""."""
+    def _probe_template(self) -> Probed:
+        """Return how the template writes a turn. Raises UserError where prompts or masks cannot be exact."""
         name, eos = self.tokenizer.name_or_path, self.tokenizer.eos_token
-        question = [{"role": "user", "content": "question"}]
-        asked, prompt = (self._template(question, generation=generation) for generation in (False, True))
-        if prompt == asked:
+        question, mark = [{"role": "user", "content": "question"}], "  an answer  "
+        try:
+            asked, prompt = (self._template(question, generation=generation) for generation in (False, True))
+            dialogue = self._template([*question, {"role": "assistant", "content": mark}], generation=False)
+        except Exception as error:  # a template is a program of its own
             raise UserError(
-                f"{name}: the chat template has no generation prompt: nothing tells the model that its turn begins; "
-                "end the template with {% if add_generation_prompt %} ... {% endif %}"
-            )
-        mark = " an answer "
-        dialogue = self._template([*question, {"role": "assistant", "content": mark}], generation=False)
+                f"{name}: the chat template cannot render a question and its answer ({_reason(error)}); take that of "
+                "the model's publisher, or, of several, the one that is not for tools"
+            ) from None
         before, found, closing = dialogue.rpartition(mark.strip())
         if not found:
             raise UserError(f"{name}: the chat template leaves out what the assistant says; repair chat_template.jinja")
-        trims = not (before.endswith(" ") and closing.startswith(" "))
-        closing = closing if trims else closing[1:]
+        blank = mark[: len(mark) - len(mark.lstrip())]
+        trims = not (before.endswith(blank) and closing.startswith(blank))
+        before, closing = before.removesuffix(blank), closing.removeprefix(blank)
+        lead = self._lead(asked, prompt, before)
+        tail = closing[: len(closing) - len(closing.lstrip())]
+        closing = closing.removeprefix(tail)
         if not eos or not closing.startswith(eos):
             raise UserError(
                 f"{name}: the chat template ends an assistant turn with {closing.strip()!r}, but the tokenizer's "
@@ -211,12 +231,48 @@ class Codec(ABC):
                 "in tokenizer_config.json and the eos_token_id in generation_config.json"
             )
         _, think, rest = prompt.removeprefix(asked).rpartition(THINK)
-        return closing[len(eos) :], trims, think + rest if think and "</think>" not in rest else ""
+        opened = think + rest if think and "</think>" not in rest else ""
+        return Probed(closing[len(eos) :], trims=trims, opened=opened, lead=lead, tail=tail)
 
-    @abstractmethod
+    def _lead(self, asked: str, prompt: str, before: str) -> str:
+        """Return the blanks that the template writes between its generation prompt and what the assistant says.
+
+        asked, prompt: a question without and with it; before: what stands before the answer. A thought that the prompt
+        opens, or closes empty, is no difference. Raises UserError for more than blanks: no row would have that.
+        """
+        name = self.tokenizer.name_or_path
+        start = len(asked) if prompt.startswith(asked) and before.startswith(asked) else 0
+        begun, told = (text[start:].partition(THINK)[0] for text in (prompt, before))
+        lead = told.removeprefix(begun)
+        begins = prompt != asked or not prompt.rstrip().endswith(("question", self.tokenizer.eos_token or "question"))
+        if begins and told.startswith(begun) and not lead.strip():
+            return lead
+        if prompt == asked:
+            raise UserError(
+                f"{name}: the chat template has no generation prompt: nothing tells the model that its turn begins; "
+                "end the template with {% if add_generation_prompt %} ... {% endif %}"
+            )
+        raise UserError(
+            f"{name}: the chat template begins an assistant's turn with {told!r}, and its generation prompt with "
+            f"{begun!r}: rows could not have what lies between; make both the same in chat_template.jinja"
+        )
+
     def render_prompt(self, messages: list[dict[str, str]], tools: Sequence[str] | None = None) -> list[int]:
         """Tokenise chat messages up to where the response begins. `tools` are those that the prompt offers, None = all;
-        with tags it is the system prompt that speaks of them."""
+        with tags it is the system prompt that speaks of them. Raises UserError where the template refuses them."""
+        try:
+            text = self._template(messages, generation=True, tools=self._functions(tools))
+        except Exception as error:  # a template is a program of its own, and may forbid a system message
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(
+                f"the chat template refuses a prompt of the roles {roles} ({_reason(error)}); where it forbids the "
+                "system message, set data.system_prompt=none (evaluate.py: eval.system_prompt)"
+            ) from None
+        return self._encode_rendered(text)
+
+    def _functions(self, offered: Sequence[str] | None) -> list[dict] | None:
+        """Return `tools=` of the template; with tags it has none."""
+        return None
 
     @abstractmethod
     def answer_text(self, answer: str) -> str:
@@ -375,6 +431,10 @@ def runs_of(
     numbered = enumerate(zip(token_ids, loss_mask, strict=True))
     for (mask, _), run in groupby(numbered, key=lambda entry: (bool(entry[1][1]), bisect_right(cuts, entry[0]))):
         yield [token for _, (token, _) in run], mask
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _pattern(texts: Iterable[str]) -> re.Pattern[str]:

@@ -100,9 +100,6 @@ class TagsCodec(Codec):
     def _count_min_result_tokens(self) -> int:
         return max(len(self.encode(render_result(TRUNCATION_MARK), f"</{tag}>")) for tag in ("", *self.tools))
 
-    def render_prompt(self, messages: list[dict[str, str]], tools: Sequence[str] | None = None) -> list[int]:
-        return self._encode_rendered(self._template(messages, generation=True))
-
     def answer_text(self, answer: str) -> str:
         return self._with_thought(rf"<answer> \boxed{{{answer}}} </answer>")
 
@@ -165,11 +162,13 @@ class TagsCodec(Codec):
         cuts = {0, len(text), *(min(max(at, 0), len(text)) for span in results + untrained for at in span)}
         for start, end in pairwise(sorted(cuts)):
             is_result, is_left_out = (any(a <= start < b for a, b in spans) for spans in (results, untrained))
-            token_ids = self.encode(text[start:end], before + text[:start])
+            lead = self._before_answer if start == 0 else ""
+            tail = self._behind_answer if end == len(text) else ""
+            token_ids = self.encode(lead + text[start:end] + tail, before + text[:start])
             self._add(row, token_ids, not is_left_out and not (is_result and mask_results))
         ends_untrained = any(end >= len(text) for _, end in untrained)
         self._add(row, [self.tokenizer.eos_token_id], not ends_untrained)
-        return self._marked(text) + self.tokenizer.eos_token
+        return self._before_answer + self._marked(text) + self._behind_answer + self.tokenizer.eos_token
 
 
 class TagsRules(FormatRules):

@@ -66,10 +66,10 @@ class TemplateCodec(Codec):
         name, fix = self.tokenizer.name_or_path, "set protocol.format=tags, or the form that the model was trained for"
         tool = text_schema(UNKNOWN, "", "argument", "")
         try:
-            shown, without = (
-                self._template([QUESTION], generation=True, tools=tools) for tools in ([tool.as_function()], None)
-            )
-            called = self._template(_conversation([UNKNOWN], [MARK]), generation=True)
+            tools = [tool.as_function()]
+            shown, asked = (self._template([QUESTION], generation=g, tools=tools) for g in (True, False))
+            without = self._template([QUESTION], generation=True)
+            called = self._template(_conversation([UNKNOWN], [MARK]), generation=True, tools=tools)
         except Exception as error:  # a template is a program of its own
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise UserError(f"{name}: the chat template has no turns for calls and results ({reason}); {fix}") from None
@@ -77,9 +77,8 @@ class TemplateCodec(Codec):
             raise UserError(
                 f"{name}: the chat template ignores tools, which protocol.format={self.format} needs; {fix}"
             )
-        if not called.startswith(without):  # the prompt opens a thought, or holds an empty one
-            without = self._template([QUESTION], generation=False)
-        turn = called.removeprefix(without).partition(self.tokenizer.eos_token)[0]
+        begun = shown if called.startswith(shown) else asked  # the prompt may open a thought, or hold an empty one
+        turn = called.removeprefix(begun).partition(self.tokenizer.eos_token)[0]
         right = [form for form in self.forms if form.parse_calls(turn, {UNKNOWN: tool}) == [Call(MARK, tag=UNKNOWN)]]
         if type(self) not in right:  # what the model will write like this
             fix = f"it writes {right[0].call_form}: set protocol.format={right[0].format}" if right else fix
@@ -103,7 +102,7 @@ class TemplateCodec(Codec):
     def render_prompt(self, messages: list[dict[str, str]], tools: Sequence[str] | None = None) -> list[int]:
         if error := self._system_error(messages):
             raise UserError(error)
-        return self._encode_rendered(self._template(messages, generation=True, tools=self._functions(tools)))
+        return super().render_prompt(messages, tools)
 
     def _system_error(self, messages: list[dict[str, Any]]) -> str:
         """Return the error of a system message that asks for calls in tags, as those of the published files do."""
@@ -181,7 +180,8 @@ class TemplateCodec(Codec):
         for role, group in groupby(run, key=itemgetter("role")):
             if role == "assistant":
                 message = next(group)
-                text = self._said(message)
+                tail = "" if message.get("tool_calls") else self._behind_answer
+                text = self._before_answer + self._said(message) + tail
                 is_trained = message.get("trained", True)
                 self._add(row, [*self.encode(text, before + written), self.tokenizer.eos_token_id], is_trained)
                 written += self._marked(text) + self.tokenizer.eos_token

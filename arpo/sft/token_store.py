@@ -41,7 +41,7 @@ from arpo.tools import system_prompt_for
 logger = logging.getLogger(__name__)
 
 OVERLONG = "overlong.jsonl"
-FORMAT = 4  # raise it when the same file would give other tokens, or another layout
+FORMAT = 5  # raise it when the same file would give other tokens, or another layout
 
 
 class ConversationRows(Sequence):
@@ -218,7 +218,7 @@ def _origin(path: Path, cfg: SFTDataConfig, codec: Codec) -> dict:
         stat = path.stat()
     except OSError as error:
         raise UserError(f"{path}: cannot read the file ({error.strerror}); check the path") from None
-    tokenizer = codec.tokenizer.backend_tokenizer.to_str() + codec.tokenizer.chat_template
+    tokenizer = f"{codec.tokenizer.backend_tokenizer.to_str()}{codec.tokenizer.chat_template}"
     return {
         "format": FORMAT,
         "file": [str(path.resolve()), stat.st_size, stat.st_mtime_ns],
