@@ -65,6 +65,8 @@ def server(tmp_path, monkeypatch):
         ("https://huggingface.co/datasets/o/one/blob/main/d/a.json", HubFile("o/one", "main", "d/a.json")),
         ("https://huggingface.co/datasets/o/one/resolve/main/a.json?download=true", HubFile("o/one", "main", "a.json")),
         ("data/train_10k.parquet", None),
+        ("data/train.csv", None),
+        ("data/train.jsonl.gz", None),
         ("train.jsonl", None),
         ("/data/one", None),
         ("./data/one", None),
