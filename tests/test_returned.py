@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.fakes import EchoTool
+from helpers.ranks import try_script
 from helpers.sample_groups import group as branched_group
 from helpers.scripted_rollout import CODEC, SHORT, play
+from helpers.toy_run import build_toy_world
 
 from arpo.advantages import assign_advantages, token_advantages
 from arpo.batch import MicroBatch
@@ -434,3 +436,14 @@ def test_ours_pass_the_same_doors(own):
     flags = ["--data.train", "x", "--branching.selector", own("def f(evidence, cfg): return 0.5")]
     cfg = load_config(RLConfig, [*flags, "--advantage.tree", own("from arpo.advantages import node as f")])
     try_functions(cfg.branching, cfg.advantage, cfg.loss)
+
+
+@pytest.mark.slow
+def test_a_training_says_it_before_it_loads_a_model(tmp_path):
+    """A credit that is too short trained silently: tokens without a number had the advantage 0."""
+    world = build_toy_world(tmp_path)
+    (world / "mine.py").write_text("def f(group, cfg): return {t.trajectory_id: [0.9] * 3 for t in group.trajectories}")
+    done = try_script("train_rl.py", str(world / "config.yaml"), "--advantage.tree", f"{world}/mine.py:f", ranks=1)
+    said = f"error: advantage.tree={world}/mine.py:f: the credits of the tokens of prompt made up, before the run, "
+    assert done.code == 2 and f"{said}trajectory 0 are 3 numbers; they must be 12 numbers" in done.output
+    assert "Traceback" not in done.output and "1 rank on the CPU" not in done.output

@@ -63,6 +63,17 @@ def test_without_an_accuracy_the_best_is_that_of_the_highest_reward(tmp_path):
     assert kept(run) == "10"
 
 
+@pytest.mark.parametrize("name", ["valid/accuracy", "valid/reward", "valid/nll"])
+def test_a_number_that_is_none_is_never_the_best(tmp_path, name):
+    """A NaN compares as the maximum that nothing beats: trl #4501's kind, for the rest of the run."""
+    run, around = tmp_path / "run", {"valid/accuracy_low": 0.1, "valid/accuracy_high": 0.9}
+    for step, value in ((5, float("nan")), (10, 0.25)):
+        add_row(run, step, **{name: value}, **around)
+    (run / "checkpoints" / "best_000005").mkdir(parents=True)  # as an older version has chosen
+    (run / "best").symlink_to("checkpoints/best_000005")
+    assert "best validation so far: step 10, " in keep_best(run, saved(run, 5, 10), 10) and kept(run) == "10"
+
+
 def test_steps_without_an_export_do_not_count(tmp_path):
     run = tmp_path / "run"
     add_row(run, 3)

@@ -110,7 +110,7 @@ def test_vllms_server_samples_by_the_request_whatever_stands_in_the_model_folder
     assert made.top_k < 1 and (made.min_p, made.presence_penalty, made.frequency_penalty) == (0.0, 0.0, 0.0)
     without = {name: value for name, value in body.items() if name not in NEUTRAL}
     assert CompletionRequest(**without).to_sampling_params(9, in_the_folder) != made  # it would
-    assert CompletionRequest._DEFAULT_SAMPLING_PARAMS.keys() <= body.keys()
+    assert CompletionRequest(**body)._DEFAULT_SAMPLING_PARAMS.keys() <= body.keys()
 
 
 def test_a_turn_without_room_ends_as_length(server):

@@ -61,3 +61,35 @@ def test_a_step_of_dead_groups_says_why_it_updates_nothing(tmp_path):
 
 def test_branches_that_repeat_their_parent_are_counted(tmp_path):
     assert rollout_metrics([scored(tmp_path, "1.0")]).values()["branching/same_as_parent"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "scores, accuracy, reward, unscored",
+    [
+        ([1, None, None, None], 0.25, 1.0, 3),  # lm-evaluation-harness #4062: was 1.0
+        ([1] * 80 + [0] * 10 + [None] * 10, 0.8, 80 / 90, 10),  # inspect_ai #3707: 0.889
+        ([1] * 108 + [0] * 40 + [None] * 24, 108 / 172, 108 / 148, 24),  # Frontier-CS #161: 0.730
+        ([1, 0], 0.5, 0.5, None),
+    ],
+)
+def test_a_validation_counts_what_has_no_reward(scores, accuracy, reward, unscored):
+    groups = []
+    for number, score in enumerate(scores):
+        parts = {} if score is None else {"accuracy": float(score)}
+        t = Trajectory(str(number), "0", [1], [1], [0.0], reward=score, reward_parts=parts, reward_reason="none")
+        groups.append(Group(Prompt(str(number), [], ["a"], ("one", "two")[number % 2]), [t]))
+    found = summarize(groups)
+    assert (found["questions"], found["reward"], found.get("unscored")) == (len(scores), reward, unscored)
+    assert found["accuracy"] == found["pass@1"] == pytest.approx(accuracy)
+    by_source = [found[f"accuracy/{name}"] for name in ("one", "two")]
+    assert sum(by_source) / 2 == pytest.approx(accuracy)
+
+
+def test_a_validation_without_any_reward_has_none_and_is_not_the_best(tmp_path):
+    t = Trajectory("p", "0", [1], [1], [0.0], reward_reason="judge_failed")
+    found = summarize([Group(Prompt("p", [], ["a"]), [t])])
+    assert found["unscored"] == 1 and not {"reward", "accuracy"} & found.keys()
+    times = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 1.0}
+    values = {f"valid/{name}": value for name, value in found.items()}
+    line = console_text(rollout_metrics([scored(tmp_path, "0.2")]).values() | values | times)
+    assert "(1 without a reward)" in line and "valid" not in line.partition("(1")[0]
