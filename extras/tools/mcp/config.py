@@ -29,12 +29,26 @@ PROGRAM, ADDRESS = Needs("command", use="PROGRAM"), Needs("url", use="ADDRESS")
 DURATION_S = Between(0.001, 86400.0)
 SECRET_NAMES = (
     "key", "token", "secret", "password", "passwd", "passphrase", "pwd", "-pass", "_pass", "_pat", "credential",
-    "credentials", "auth", "authorization", "cookie",
+    "credentials", "auth", "authorization", "cookie", "passcode", "signature",
 )  # fmt: skip
 """Ends of names whose values must not stand in a config."""
+_SECRET_WORDS = re.compile(r"(?:.*[-_.])?(?:pin|otp|totp|code|sig|pat|k)", re.IGNORECASE)
+"""Names of such values that other words end in too: only whole, or behind a dash."""
+_SHORT_FLAGS = {"-u": r".*:.*", "-p": r"(?!\d+(?::\d+)*$)[^@]*", "--user": r".*:.*"}
+"""Flags before a name with a password, or a password, and what their values then look like; a port is none."""
+_PASSWORD_CLIENTS = ("mysql", "mysqldump", "mysqladmin", "mariadb", "mariadb-dump", "sshpass")
+"""Programs whose -p has the password directly behind it."""
+_PACKAGE_RUNNERS = ("npx", "npm", "pnpm", "bunx", "yarn")
+"""Programs whose -p has a package behind it."""
+_SCHEMES = {"bearer", "basic", "token", "apikey"}
+"""Words that may stand beside a $NAME."""
+_UUID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", re.IGNORECASE)
+_MOST_QUERY_CHARS = 8
+"""Longer values of an address's query may be keys, whatever their name is."""
 _SECRET = re.compile(
-    r"\b(?i:bearer|basic)\s+[^\s$]|://[^/\s@:]*:[^/\s@$][^/\s@]*@"
-    r"|\b(?:sk-|[spr]k_|gh[opsu]_|github_pat_|glpat-|hf_|xox[abprs]-|AKIA|AIza|ya29\.|eyJ)[\w-]{8}"
+    r"\b(?i:bearer|basic)\s+[^\s$]|://[^/\s@:]*:[^/\s@$][^/\s@]*@|://(?!\$)[^/\s@:]+@"
+    r"|\b(?:sk-|[spr]k_|gh[opsu]_|github_pat_|glpat-|hf_|xox[abprs]-|AKIA|AIza|ya29\.|eyJ"
+    r"|tvly-|pplx-|xai-|gsk_|r8_|fc-|jina_|lin_api_|ntn_|nvapi-|npm_|pypi-|dckr_pat_|dop_v1_|shpat_|figd_|SG\.|BSA)[\w-]{8}"
     rf"|(?:^|[\s?&#;,{{'\"])[\w-]*(?i:{'|'.join(SECRET_NAMES)})['\"]?\s*[:=]\s*['\"]?(?!\w+ \$)[^\s'\"$/-]"
     r"|(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?=[\w-]*\d)\b[\w-]{24}|\b[0-9a-f]{32}\b"
 )
@@ -125,7 +139,7 @@ class McpServer:
 
 def names_secret(name: str) -> bool:
     """Return whether what has this name may be a secret. "--api-key", "accessToken" -> True, "max_tokens" -> False"""
-    return name.lower().endswith(SECRET_NAMES)
+    return name.lower().endswith(SECRET_NAMES) or bool(_SECRET_WORDS.fullmatch(name.lstrip("-")))
 
 
 def parse_servers(entries: Iterable[str]) -> tuple[McpServer, ...]:
@@ -191,14 +205,33 @@ def _check_secrets(server: McpServer, where: str) -> None:
             variable = "$" + re.sub("[^A-Za-z0-9_]", "_", name).upper()
             why = "the config is copied into the run's folder, so a value that may be secret stands in the environment"
             is_plain = not text or (_PLAIN.fullmatch(text) and not names_secret(name))
-            is_plain = is_plain or (Template(text).get_identifiers() and not _SECRET.search(text))
+            is_plain = is_plain or _is_reference(text)
             require(is_plain, f"{where}.{key}.{name}: {why}; write {variable} here")
+    program = os.path.basename(server.command)
     for arg, following in pairwise([server.command, *server.args, ""]):
+        program = os.path.basename(arg) if os.path.basename(arg) in _PASSWORD_CLIENTS else program
         follows = arg.startswith("-") and "=" not in arg and names_secret(arg)
+        if arg in _SHORT_FLAGS and not (arg == "-p" and program in _PACKAGE_RUNNERS):
+            follows = re.fullmatch(_SHORT_FLAGS[arg], following)
         name = arg.partition("=")[0] if arg.startswith("-") else "one"
         is_secret = _SECRET.search(arg) or (follows and following and following[0] not in "-/$")
+        if program in _PASSWORD_CLIENTS and arg.startswith("-p") and arg[2:3] not in ("", "$"):
+            name, is_secret = "-p", True
+        is_secret = is_secret or ("://" in arg and _may_hold_key(arg))
         require(not is_secret, f"{where}.args: {name} may be a secret, which messages would show; write $NAME there")
-    pairs = parse_qsl(urlsplit(server.url).query)
-    is_secret = any(names_secret(name) and not value.startswith("$") for name, value in pairs)
-    is_secret = is_secret or _SECRET.search(server.url)
+    is_secret = _SECRET.search(server.url) or _may_hold_key(server.url)
     require(not is_secret, f"{where}.url may have a secret in it; write $NAME there, or into headers")
+
+
+def _is_reference(text: str) -> bool:
+    """Return whether a text consists of $NAMEs, and of words that name a scheme. "Bearer $KEY" -> True"""
+    words = [word for word in text.split() if word.lower().rstrip(":") not in _SCHEMES]
+    return bool(words) and all(Template(word).get_identifiers() for word in words) and not _SECRET.search(text)
+
+
+def _may_hold_key(url: str) -> bool:
+    """Return whether an address has a key in its path, as a UUID, or in its query."""
+    parts = urlsplit(url)
+    pairs = [(name, value) for name, value in parse_qsl(parts.query) if not value.startswith("$")]
+    is_key = any(names_secret(name) or len(value) > _MOST_QUERY_CHARS for name, value in pairs)
+    return is_key or bool(_UUID.search(parts.path))

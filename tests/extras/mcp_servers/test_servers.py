@@ -111,6 +111,25 @@ def test_an_earlier_versions_key_is_told_where_servers_stand_now():
         ({"command": "a", "args": ["--pass", "abc"]}, "args: --pass may be a secret"),
         ({"command": "a", "args": ["0abc" * 8]}, "args: one may be a secret"),
         ({"command": "a", "args": ["Zk3abcdefghiJKLMNopqrstuvw"]}, "args: one may be a secret"),
+        ({"command": "mysql", "args": ["-p", "abc"]}, "args: -p may be a secret"),
+        ({"command": "docker", "args": ["run", "mysql", "-pabc"]}, "args: -p may be a secret"),
+        ({"command": "curl", "args": ["-u", "me:abc"]}, "args: -u may be a secret"),
+        ({"command": "a", "args": ["--pin", "abc"]}, "args: --pin may be a secret"),
+        ({"command": "npx", "args": ["mcp-remote", "https://abc@h/mcp"]}, "args: one may be a secret"),
+        ({"command": "npx", "args": ["mcp-remote", "https://h/s?x=abcabcabc"]}, "args: one may be a secret"),
+        ({"command": "a", "args": ["tvly-dev-abc01234567"]}, "args: one may be a secret"),
+        ({"command": "a", "args": ["pplx-abc01234567"]}, "args: one may be a secret"),
+        ({"command": "a", "args": ["BSAabc01234567"]}, "args: one may be a secret"),
+        ({"url": "https://h/mcp/0123abcd-0123-4567-89ab-0123456789ab"}, "url may have a secret in it"),
+        *(
+            ({"url": f"https://h/mcp?{name}=abc"}, "url may have a secret in it")
+            for name in ("code", "sig", "k", "otp")
+        ),
+        ({"url": "https://abc@h/mcp"}, "url may have a secret in it"),
+        ({"command": "a", "env": {"PIN": "4711"}}, r"env\.PIN: .*; write \$PIN here"),
+        ({"command": "a", "env": {"MY_OTP": "123456"}}, r"env\.MY_OTP: .*; write \$MY_OTP here"),
+        ({"command": "a", "env": {"A": "$B abc"}}, r"env\.A: .*; write \$A here"),
+        ({"url": "http://h/mcp", "headers": {"X": "Basic $B abc"}}, r"headers\.X: .*; write \$X here"),
         ({"command": "a", "env": {"A": "Bearer abc $B"}}, r"env\.A: .*; write \$A here"),
         ({"url": "http://h/mcp?apiKey=abc"}, "url may have a secret in it"),
         ({"url": "http://h/sk-abc0123456789/mcp"}, "url may have a secret in it"),
@@ -137,9 +156,26 @@ def test_a_url_that_is_none_or_has_a_password_is_refused_before_anything_is_writ
 
 
 def test_what_only_looks_like_a_secret_may_stand_in_a_file():
-    env = {"TOKENIZERS_PARALLELISM": "false", "LEVEL": "2", "RATE": "0.5", "API_KEY": ""}
+    env = {"TOKENIZERS_PARALLELISM": "false", "LEVEL": "2", "RATE": "0.5", "API_KEY": "", "PLACE": "$HOME/data"}
     assert dict(parse_server(json.dumps({"command": "a", "env": env}), "x").env) == env
     args = [
+        "-y",
+        "@scope/server",
+        "-p",
+        "8080:80",
+        "-p",
+        "8000",
+        "-u",
+        "me",
+        "--user",
+        "me",
+        "--port",
+        "1",
+        "--spin",
+        "a",
+        "https://h.example/mcp?limit=10",
+        "https://h/a-long-name-of-a-page",
+        "0123abcd-0123-4567-89ab-0123456789ab",
         "--max-tokens",
         "10",
         "--key-file",
@@ -153,6 +189,8 @@ def test_what_only_looks_like_a_secret_may_stand_in_a_file():
         "--key",
     ]
     assert list(parse_server(json.dumps({"command": "a", "args": args}), "x").args) == args
+    runner = {"command": "npx", "args": ["-p", "server-files", "server"]}
+    assert parse_server(json.dumps(runner), "x").args == ("-p", "server-files", "server")
 
 
 def test_keys_stand_anywhere_as_names_of_the_environment_and_only_the_server_gets_them(monkeypatch):
