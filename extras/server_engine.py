@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import json
 import logging
 import queue
 import threading
@@ -24,6 +23,7 @@ import urllib.request
 from concurrent.futures import Future
 from typing import Any
 
+from arpo.config.bounded import parse_json
 from arpo.engine.requests import Chunk, SamplingSpec
 from arpo.errors import UserError
 from arpo.protocol import Codec
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "POLICY_API_KEY"
 PROBE_S = 30.0
+MAX_PROBE_BYTES = 4 << 20
 TURN_DEADLINE_S = 1800.0
 MAX_TOKEN_ID = 2**31 - 1
 """No vocabulary is as large, and a tokenizer takes no larger number."""
@@ -226,7 +227,8 @@ def find_model(url: str, model: str, max_model_len: int) -> tuple[str, dict]:
     url = url.rstrip("/") + ("" if urllib.parse.urlsplit(url).path.strip("/") else "/v1")
     answer = _get_json(f"{url}/models", bearer(read_key(KEY_VARIABLE)))
     rows = answer.get("data") if isinstance(answer, dict) else None
-    served = {row["id"]: row for row in rows or () if isinstance(row, dict) and isinstance(row.get("id"), str)}
+    rows = rows if isinstance(rows, list) else []
+    served = {row["id"]: row for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)}
     if not served:
         raise UserError(f"eval.server: {url}/models lists no model; is it an OpenAI-compatible server?")
     if not model and len(served) > 1:
@@ -267,10 +269,30 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _get_json(url: str, headers: dict[str, str]) -> Any:
+    """Return a short answer of JSON. Raises UserError where none comes within PROBE_S, whatever the server does."""
+    asking: Future = Future()
+
+    def ask() -> None:
+        try:
+            asking.set_result(_fetch(url, headers))
+        except Exception as error:
+            asking.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()  # headers that come byte by byte pass every timeout of a socket
+    try:
+        return asking.result(timeout=PROBE_S)
+    except TimeoutError:
+        raise UserError(f"eval.server: {url}: no answer within {PROBE_S:g} s; is it a server of models?") from None
+
+
+def _fetch(url: str, headers: dict[str, str]) -> Any:
     try:
         request = urllib.request.Request(url, headers=headers)
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=PROBE_S) as response:
-            return json.load(response)
+            body = response.read(MAX_PROBE_BYTES + 1)
+            if len(body) > MAX_PROBE_BYTES:
+                raise ValueError(f"an answer of more than {MAX_PROBE_BYTES >> 20} MiB")
+            return parse_json(body)
     except urllib.error.HTTPError as error:
         fix = f"set {KEY_VARIABLE} to a key that it takes" if error.code in (401, 403) else "is it the base URL?"
         raise UserError(f"eval.server: {url} answers HTTP {error.code}; {fix}") from None

@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import os
 import random
 import sys
 from dataclasses import replace
@@ -203,3 +204,23 @@ def test_a_users_function_may_need_what_any_of_ours_does(mine):
     ):
         with pytest.raises(UserError, match=words):
             load_config(RLConfig, wrong)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda path: path.write_text("x = " + "(" * 100_000), "is not valid Python"),
+    (lambda path: path.write_text("x = " + "-" * 300_000 + "1"), "is not valid Python"),
+    (lambda path: path.write_text("x = " + "+".join("1" * 200_000)), "is not valid Python|does not define"),
+    (lambda path: path.write_bytes(b"\xff\xfe"), "is not valid Python"),
+    (lambda path: path.write_bytes(b"x = 1\0"), "is not valid Python"),
+    (lambda path: path.symlink_to(path), "there is no such file"),
+    (lambda path: path.symlink_to("/dev/zero"), "no file of at most 16 MiB"),
+    (os.mkfifo, "no file of at most 16 MiB"),
+    (lambda path: path.mkdir(), "no file of at most 16 MiB"),
+], ids=["brackets", "signs", "sum", "bytes", "NUL", "circle", "device", "FIFO", "folder"])  # fmt: skip
+def test_a_file_that_is_none_or_too_deep_is_one_line(tmp_path, make, said):
+    path = tmp_path / "mine.py"
+    make(path)
+    with pytest.raises(UserError, match=rf"^loss\.kind=.*mine\.py:f: .*({said})") as error:
+        check_name("loss.kind", f"{path}:f", "losses", "TOKEN_LOSSES")
+    assert "\n" not in str(error.value)

@@ -20,8 +20,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+from arpo.config.bounded import read_file
 from arpo.errors import UserError
 
+MAX_SOURCE_BYTES = 16 << 20
 PACKAGE = Path(__file__).parent.parent
 OWN = "own_"
 """Beginning of the names of the modules that a user's files become."""
@@ -89,10 +91,10 @@ def definition_of(option: str, value: str) -> ast.stmt | None:
     """
     file, _, name = value.rpartition(":")
     try:
-        defined = _defined_in(Path(file).resolve())
+        defined = _defined_in(_path_of(option, value))
     except OSError:
         raise UserError(f"{option}={value}: there is no such file; check the path") from None
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deep
         raise UserError(f"{option}={value}: {file} is not valid Python ({brief(error)})") from None
     if name not in defined and "*" not in defined:
         close = difflib.get_close_matches(name, defined, n=1)
@@ -101,9 +103,16 @@ def definition_of(option: str, value: str) -> ast.stmt | None:
     return defined.get(name)
 
 
+def _path_of(option: str, value: str) -> Path:
+    try:
+        return Path(value.rpartition(":")[0]).resolve()
+    except RuntimeError:  # links in a circle
+        raise UserError(f"{option}={value}: there is no such file; its links lead in a circle") from None
+
+
 @cache
 def _defined_in(path: Path) -> dict[str, ast.stmt]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse(read_file(path, MAX_SOURCE_BYTES).decode())
     return {name: node for node in tree.body for name in _made_by(node)}
 
 
@@ -121,7 +130,7 @@ def find(option: str, value: str, ours: Mapping[str, T]) -> T:
     if not is_own(value):
         return ours[value]
     file, _, name = value.rpartition(":")
-    path = Path(file).resolve()
+    path = _path_of(option, value)
     if not path.is_file():
         raise UserError(f"{option}={value}: there is no such file; check the path")
     try:

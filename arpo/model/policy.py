@@ -25,6 +25,7 @@ from arpo.model.context_parallel import check_model, ulysses
 from arpo.model.head import scored_logprobs
 from arpo.model.loading import build_on_meta, logits_divisor, materialize, read_weights
 from arpo.model.mixers import masks
+from arpo.model.settled import read_model_config
 from arpo.model.sketch import GradientSketch
 
 Micro = TypeVar("Micro")
@@ -191,7 +192,7 @@ def load_tokenizer(path: str):
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
         if not Path(path).is_dir():  # a hub name, or meant as a folder
             reason = f"there is no such folder here, and the hub does not answer or has no such model: {reason}"
@@ -209,11 +210,9 @@ def load_tokenizer(path: str):
 
 def check_vocabulary(path: str, tokenizer) -> None:
     """Raise UserError for a tokenizer with ids that have no row of the embeddings: tokens were added, and no rows."""
-    from transformers import AutoConfig
-
     if not (Path(path) / "config.json").exists():  # a tokenizer alone, for a model on a server
         return
-    num_rows = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config().vocab_size
+    num_rows = read_model_config(path).get_text_config().vocab_size
     beyond = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows}
     if beyond:
         raise UserError(

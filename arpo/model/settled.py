@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from arpo.config.named import brief
 from arpo.errors import UserError
 
 
@@ -17,9 +18,7 @@ def settled_config(path: str, *, max_model_len: int = 0) -> Any:
     max_model_len: the longest row of the run, which vLLM is told as well; 0: vLLM's own default. Raises UserError for
     rows that dynamic RoPE would change.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = read_model_config(path)
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in [rope] if "rope_type" in rope else rope.values():  # or one for each kind of layer
@@ -30,6 +29,16 @@ def settled_config(path: str, *, max_model_len: int = 0) -> Any:
             if "drop" in name and isinstance(value, float):  # attention_dropout, resid_pdrop, layerdrop, ...
                 setattr(part, name, 0.0)
     return config
+
+
+def read_model_config(path: str) -> Any:
+    """Return the config of a model's folder. Raises UserError where transformers cannot make sense of it."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise UserError(f"model.path={path}: config.json cannot be used ({brief(error)}); copy it again") from None
 
 
 def _fix_rope(parameters: dict[str, Any], text: Any, *, path: str, max_model_len: int) -> None:

@@ -27,6 +27,7 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 
 from arpo.batch import Row
+from arpo.config.bounded import read_json
 from arpo.config.sections import SFTDataConfig
 from arpo.errors import UserError
 from arpo.protocol import Codec, form_of
@@ -48,12 +49,16 @@ class ConversationRows(Sequence):
     """The rows of a folder that `tokenise` made. Rows are read when they are asked for."""
 
     def __init__(self, folder: Path):
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = read_json(folder / "manifest.json")
         self.folder = folder
         self.origin: dict = manifest["origin"]  # everything that the tokens depend on
         self.num_dropped: int = manifest["num_dropped"]
         self.defects: dict[str, int] = manifest["defects"]
         self._lengths = np.load(folder / "lengths.npy")  # (R,) of R rows
+        is_sound = self._lengths.ndim == 1 and self._lengths.dtype.kind in "iu" and (self._lengths > 0).all()
+        counts = manifest["rows_per_part"]
+        if not is_sound or min(counts) < 0 or sum(counts) != len(self._lengths):
+            raise ValueError(f"{folder}: the lengths of its rows are damaged")
         self._first_rows = np.concatenate([[0], np.cumsum(manifest["rows_per_part"])])
         self._starts = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])  # (R + 1,) over all parts
 
@@ -237,5 +242,5 @@ def _is_there(folder: Path, origin: dict) -> bool:
     try:
         rows = ConversationRows(folder)
         return rows.origin == origin and rows.is_whole()
-    except (OSError, EOFError, ValueError, KeyError, IndexError):
+    except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError):
         return False

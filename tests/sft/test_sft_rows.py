@@ -106,6 +106,27 @@ def test_a_folder_that_was_not_finished_is_made_again(data, rows, tmp_path):
     assert sorted(path.name for path in folder.glob("part_*")) == ["part_00000.bin"]
 
 
+@pytest.mark.parametrize("damage", [
+    lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
+    lambda folder: (folder / "manifest.json").write_text("[]"),
+    lambda folder: change_manifest(folder, rows_per_part="many"),
+    lambda folder: change_manifest(folder, rows_per_part=[3, "4"]),
+    lambda folder: change_manifest(folder, rows_per_part=[-1, 31]),
+    lambda folder: np.save(folder / "lengths.npy", -np.load(folder / "lengths.npy")),
+    lambda folder: np.save(folder / "lengths.npy", np.load(folder / "lengths.npy") + 0.5),
+    lambda folder: np.save(folder / "lengths.npy", np.load(folder / "lengths.npy")[None]),
+], ids=["deep", "list", "text", "text in it", "negative part", "negative", "floats", "2-d"])  # fmt: skip
+def test_a_folder_whose_tables_are_damaged_is_made_again(data, rows, tmp_path, damage):
+    tokenise_on(1, data, tmp_path / "train")
+    damage(tmp_path / "train")
+    assert arrays(tokenise_on(1, data, tmp_path / "train")) == arrays(rows)
+
+
+def change_manifest(folder: Path, **values: object) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 @pytest.mark.slow
 def test_every_rank_names_the_first_bad_conversation_of_the_file(tmp_path):
     bad = conversations(40)
