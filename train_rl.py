@@ -335,6 +335,8 @@ def console_text(values: dict[str, float]) -> str:
 def _why_no_update(values: dict[str, float]) -> str:
     if "critic/loss" in values:
         return "no policy update (the critic warms up)"
+    if "group/not_trained_on" in values:
+        return "no policy update: this batch is not trained on, for the reason in the warning above"
     reasons = {name.partition("/")[2]: n for name, n in values.items() if name.startswith("reward_reason/")}
     if values.get("group/mixed_share") != 0 or not reasons:
         return "no policy update"

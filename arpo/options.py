@@ -292,7 +292,9 @@ class LossConfig:
     correction_low: Annotated[float, AtLeast(0), MASKS] = 0.5
     """All kinds of mis: smallest weight that counts, 0 to 1. A geometric mean hardly leaves 1: take 0.999 there."""
     correction_high: Annotated[
-        float, Between(0, inf), Needs("loss.rollout_correction", not_in=("none",), use="tis or mis")
+        float,
+        Between(0, inf),
+        Needs("loss.rollout_correction", not_in=("none",), use="tis or mis (or a sequence_ or geometric_ form)"),
     ] = 2.0
     """Largest weight, at least 1; for a geometric mean take 1.001."""
 

@@ -71,13 +71,15 @@ def torchrun() -> None:
 
 
 def split_ranks(argv: list[str]) -> tuple[int, list[str]]:
-    """Take the number of ranks from the front of the arguments; 0 = none is given. ["--nproc_per_node", "2", "a.yaml"]
+    """Take the number of ranks from the arguments; 0 = none is given. ["a.yaml", "--nproc_per_node", "2"]
     -> (2, ["a.yaml"])"""
-    name, _, value = argv[0].partition("=") if argv else ("", "", "")
-    if name not in NUM_RANKS:
+    found = [at for at, argument in enumerate(argv) if argument.partition("=")[0] in NUM_RANKS]
+    if not found:
         return 0, argv
-    rest = argv[1:] if value else argv[2:]
-    value = value or "".join(argv[1:2])
+    at = found[0]
+    name, _, value = argv[at].partition("=")
+    rest = argv[:at] + argv[at + (1 if value else 2) :]
+    value = value or "".join(argv[at + 1 : at + 2])
     if not value.isdigit() or int(value) < 1:
         raise UserError(f"{name}={value!r} must be a number of ranks, at least 1")
     return int(value), rest

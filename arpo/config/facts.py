@@ -54,6 +54,11 @@ class Needs:
         self.owner, self.values, self.not_in, self.has, self.met = owner, values, not_in, has, met
         self.use = use or " or ".join(str(value) or '""' for value in values or has)
 
+    @property
+    def is_number(self) -> bool:
+        """True where any number above 0 gives an effect, and `use` is an example."""
+        return not (self.values or self.has or self.met or self.not_in) and self.use[:1].isdigit()
+
     def is_met(self, value: Any) -> bool:
         """Return whether this value of the owner gives the knob an effect."""
         if self.met:
@@ -164,7 +169,8 @@ def ignored(cfg: object) -> list[Ignored]:
         for need in of_kind(Needs, facts[knob]):
             if need.owner in values and not need.is_met(values[need.owner]):
                 now = "empty" if values[need.owner] in ("", ()) else values[need.owner]
-                message = f"{knob}={values[knob]} is ignored unless {need.owner}={need.use} (it is {now})"
+                wanted = f"{need.owner} is above 0" if need.is_number else f"{need.owner}={need.use}"
+                message = f"{knob}={values[knob]} is ignored unless {wanted} (it is {now})"
                 found.append(Ignored(knob, need.owner, message))
     return found
 

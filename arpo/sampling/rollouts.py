@@ -134,6 +134,7 @@ class Rollouts:
         values = self.signal.add(sampled) | self.worth.add(sampled) | heard(self.order, sampled)
         may_train = self.health.may_train(sampled, self.first_drawn)
         groups = groups_to_train_on(sampled, self.num_prompts, self.advantage) if may_train else []
+        values |= {} if may_train else {"group/not_trained_on": 1.0}
         for warning in filter(None, (self.signal.warning, self.worth.warning, self.health.warning)):
             self.sampler.log.line(f"step {step}: {warning}")
         return Batch(sampled, groups, metrics, values)

@@ -216,7 +216,7 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
     cfg = build(root, on)
     assert leaves(asdict(cfg))[knob] != defaults(root)[knob] and ignored(cfg) == []
     cfg = build(root, on | {owner: SPECIAL_OFF.get((knob, owner), OFF[owner])})
-    assert any(one.knob == knob and f"is ignored unless {owner}=" in one.message for one in ignored(cfg))
+    assert any(one.knob == knob and f"is ignored unless {owner}" in one.message for one in ignored(cfg))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--branching.budget_weight", "1"], ["budget_weight=1.0", "branching.dynamic_budget=True"]),
         (["--loss.entropy_advantage_weight", "0.3"], ["entropy_advantage_weight=0.3", "entropy_balanced_advantage"]),
         (["--loss.kind", "reinforce", "--loss.clip_low", "0.1"], ["clip_low=0.1", "loss.kind=ppo, gspo or cispo"]),
-        (["--loss.correction_high", "3"], ["correction_high=3.0", "loss.rollout_correction=tis or mis (it is none)"]),
+        (["--loss.correction_high", "3"], ["correction_high=3.0", "loss.rollout_correction=tis or mis"]),
         (["--loss.rollout_correction", "mis", "--loss.correction_low", "1.5"], ["correction_low=1.5", "enclose 1"]),
         (["--loss.kind", "cispo", "--loss.entropy_balanced_clipping", "True"], ["it is cispo", "loss.kind=ppo"]),
         (["--loss.ratio_over", "turn"], ["loss.ratio_over=turn is ignored unless loss.kind=gspo (it is ppo)"]),
@@ -261,7 +261,7 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
             ["context_parallel=2 cannot go with loss.kind=gspo"],
         ),
         (["--loss.kl_coefficient", "-0.1"], ["kl_coefficient=-0.1"]),
-        (["--loss.reference", "runs/sft"], ["loss.reference=runs/sft", "loss.kl_coefficient=0.001"]),
+        (["--loss.reference", "runs/sft"], ["loss.reference=runs/sft", "loss.kl_coefficient is above 0"]),
         # and those of the review after it
         (["--loss.dual_clip", "0.5"], ["loss.dual_clip=0.5 must be above 1"]),
         (["--loss.dual_clip", "1"], ["loss.dual_clip=1.0 must be above 1"]),

@@ -97,11 +97,13 @@ def test_two_ranks_train_on_a_data_set_of_the_hub(installed, tmp_path):
     [
         (["--nproc_per_node", "2", "a.yaml"], (2, ["a.yaml"])),
         (["--nproc-per-node=4", "a.yaml", "--run.seed", "1"], (4, ["a.yaml", "--run.seed", "1"])),
+        (["a.yaml", "--nproc_per_node", "2", "--run.seed", "1"], (2, ["a.yaml", "--run.seed", "1"])),
+        (["a.yaml", "--nproc_per_node=2"], (2, ["a.yaml"])),
         (["a.yaml", "--run.seed", "1"], (0, ["a.yaml", "--run.seed", "1"])),
         ([], (0, [])),
     ],
 )
-def test_the_number_of_ranks_may_come_first(argv, expected):
+def test_the_number_of_ranks_may_stand_anywhere(argv, expected):
     assert launch.split_ranks(argv) == expected
 
 

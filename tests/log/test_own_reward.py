@@ -59,6 +59,13 @@ def test_a_step_of_dead_groups_says_why_it_updates_nothing(tmp_path):
     )
 
 
+def test_a_step_that_was_thrown_away_does_not_blame_the_questions(tmp_path):
+    group = scored(tmp_path, "{'score': -1, 'reason': 'missing_answer'}")
+    values = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 0.0, "group/not_trained_on": 1.0}
+    line = console_text(rollout_metrics([group]).values() | values)
+    assert "not trained on, for the reason in the warning above" in line and "groups alike" not in line
+
+
 def test_branches_that_repeat_their_parent_are_counted(tmp_path):
     assert rollout_metrics([scored(tmp_path, "1.0")]).values()["branching/same_as_parent"] == 0.5
 
