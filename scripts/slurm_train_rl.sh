@@ -2,8 +2,8 @@
 # RL on several nodes of 8 GPUs under Slurm. Fit the #SBATCH lines to your cluster; all arguments go to train_rl.py:
 #
 #   mkdir -p runs
-#   sbatch --nodes 4 scripts/slurm_train_rl.sh configs/qwen2.5_7b.yaml configs/arpo.yaml \
-#     --model.path /shared/sft/hf --run.dir /shared/runs
+#   ARPO_REDIS=1 sbatch --nodes 4 scripts/slurm_train_rl.sh configs/qwen2.5_7b.yaml configs/arpo.yaml \
+#     --model.path /shared/sft/hf --run.dir /shared/runs --tools.search.zone ZONE
 #
 # On a disk that all nodes see: this folder with its .venv, the model, the data, and run.dir (checkpoints).
 #
