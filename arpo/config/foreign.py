@@ -4,6 +4,7 @@ from __future__ import annotations
 
 OURS = {
     "adv_estimator": "advantage.kind",
+    "batch_size": "data.num_prompts_per_step",
     "beta": "loss.kl_coefficient",
     "clip_ratio": "loss.clip_low",
     "clip_ratio_high": "loss.clip_high",

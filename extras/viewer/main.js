@@ -48,7 +48,7 @@ function fillPrompts() {
     prose("div", {class: "question"}, group.question),
     el("div", {class: "facts small"},
       el("b", {}, span("hidden-words", "mean reward "), fixed(group.mean_reward)), span(`kind ${group.kind}`, group.kind),
-      el("span", {class: "strip", "aria-hidden": "true"}, ...group.trajectories.map(t => el("i", {class: sign(t.reward)})))))));
+      el("span", {class: "strip", "aria-hidden": "true"}, ...group.trajectories.map(t => el("i", {class: {"✓": "good", "✗": "bad"}[verdict(t)] ?? sign(t.reward)})))))));
 }
 
 function writeTotals() {

@@ -46,6 +46,10 @@ def shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
 
 
 MODELS = {  # config.json as published, and the number of parameters
+    "qwen2.5_1.5b": (
+        QWEN2 | shape(1536, 8960, 28, 12, 2) | {"vocab_size": 151936, "tie_word_embeddings": True},
+        1_543_714_304,
+    ),
     "qwen2.5_3b": (
         QWEN2 | shape(2048, 11008, 36, 16, 2) | {"vocab_size": 151936, "tie_word_embeddings": True},
         3_085_938_688,
@@ -64,6 +68,7 @@ MODELS = {  # config.json as published, and the number of parameters
 REASONING = (128, 16, 16, 8, 1536, 4096, 2, "dongguanting/ARPO-RL-Reasoning-10K")
 DEEP_SEARCH = (128, 16, 16, 8, 2000, 10000, 5, "dongguanting/ARPO-RL-DeepSearch-1K")
 SETTINGS = {  # prompts per step and mini-batch, group, initial rollouts, prompt, response, epochs, file: ALGORITHMS 2
+    "qwen2.5_1.5b": REASONING,
     "qwen2.5_3b": REASONING,
     "qwen2.5_7b": REASONING,
     "llama3.1_8b": REASONING,
