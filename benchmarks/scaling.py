@@ -78,7 +78,12 @@ def from_config(paths: list[str]) -> tuple[str, Workload]:
     from arpo.update import first_update_fills
     from train_rl import RLConfig
 
-    cfg = load_config(RLConfig, paths)
+    try:
+        cfg = load_config(RLConfig, paths)
+    except UserError as error:
+        if any(Path(path).stem.endswith("sft") for path in paths):
+            raise UserError(f"{error}; scaling.py estimates RL only, so pass an algorithm's file (arpo.yaml)") from None
+        raise
     work = Workload(
         num_prompts=cfg.data.num_prompts_per_step,
         group_size=cfg.rollout.group_size,

@@ -167,3 +167,9 @@ def test_the_papers_recipe_is_assumed_as_before():
     default = cost_model.Workload()
     for name in ("sampled_tokens", "result_tokens", "longest_sampled_tokens", "longest_tool_seconds"):
         assert getattr(work, name) == getattr(default, name)
+
+
+def test_a_config_of_sft_is_told_that_the_estimate_is_of_rl():
+    files = [str(ROOT / "configs" / f"{name}.yaml") for name in ("qwen3_14b", "sft")]
+    with pytest.raises(UserError, match=r"unknown key .*; scaling\.py estimates RL only"):
+        scaling.from_config(files)
