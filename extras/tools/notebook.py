@@ -159,11 +159,12 @@ class NotebookTool(RecordedPython, SessionTool):
                     reply = session.process.run(cell)
                 except (OSError, EOFError, ValueError) as error:
                     raise SessionLost(f"{type(error).__name__}: {error}") from None
-                if not reply.is_open:
+                has_not_begun = cell in begin and reply.status != "ok"
+                if has_not_begun or not reply.is_open:
                     session.process.close()
                     session.process = None
-                    if cell in begin:  # without it the next cell would have none of its names
-                        return reply
+                if has_not_begun:  # the next cell would have none of its names
+                    return reply
             session.cells.clear()
             session.kept_bytes = reply.memory_bytes
             self._make_room()

@@ -58,8 +58,8 @@ def begin(script):
     database.set_authorizer(authorize)
     try:
         database.executescript(script)
-    except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-        problem = str(error)
+    except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
+        problem = str(error) or "out of memory"
 
 
 def ask(text, max_steps, max_rows):
