@@ -68,7 +68,7 @@ def folder(tmp_path, monkeypatch):
         (RLConfig, ["--data.train", "good.jsonl", "--model.path", "model"], "model.path=model: no config.json"),
         (RLConfig, ["--data.train", "good.jsonl", "--model.path", "./none"], "model.path=./none: no such folder"),
         (SFTConfig, ["--data.train", "good.jsonl"], "good.jsonl:1: needs a list 'conversations'"),
-        (SFTConfig, ["--data.train", "talks.jsonl", "--data.valid", "x.csv"], "x.csv: unknown file type '.csv'"),
+        (SFTConfig, ["--data.train", "talks.jsonl", "--data.valid", "x.xlsx"], "x.xlsx: unknown file type '.xlsx'"),
         (EvalConfig, ["--eval.files", "absent.jsonl"], "absent.jsonl: cannot read the file"),
         (EvalConfig, ["--eval.benchmarks", "gaia"], "gaia needs .*, which is not there"),
         (EvalConfig, ["--eval.benchmarks", "gaya"], "unknown benchmark 'gaya'; did you mean 'gaia'"),
