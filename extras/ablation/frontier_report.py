@@ -11,7 +11,7 @@ from arpo.evals.tables import markdown_table
 from extras.ablation.frontier_runs import IN_A_ROW, RULES, TARGET, WORLDS, Setting, cost, tuning_cost
 from extras.ablation.results import draw_forest, estimate
 
-RIVAL = "grpo"
+RIVALS = ("grpo", "grpo_keep")
 COSTS = {"calls": "tool calls", "tokens": "sampled tokens", "steps": "steps"}
 COLLAPSED = 0.8
 """A run has collapsed where its last accuracy on held-out trails is below this share of its highest."""
@@ -35,7 +35,7 @@ def by_setting(lines: Sequence[dict]) -> Comparison:
 
 def strongest_rival(runs: Comparison) -> Setting | None:
     """Return GRPO's best setting on these very seeds: of those that fail on the fewest seeds the cheapest."""
-    rivals = [setting for setting in runs if setting.rule == RIVAL]
+    rivals = [setting for setting in runs if setting.rule in RIVALS]
     return min(rivals, key=lambda setting: _failures_and_calls(runs[setting]), default=None)
 
 
@@ -125,7 +125,7 @@ def comparison(runs: Comparison, reference: Setting) -> list[str]:
 def settings_tried(runs: Comparison) -> list[str]:
     """Return the table of a world's stage 1: each setting's calls, relative to the best of GRPO."""
     costs = {setting: tuning_cost(list(of_setting.values())) for setting, of_setting in runs.items()}
-    reference = min((value for setting, value in costs.items() if setting.rule == RIVAL), default=math.nan)
+    reference = min((value for setting, value in costs.items() if setting.rule in RIVALS), default=math.nan)
     rows = [
         [
             setting.name,

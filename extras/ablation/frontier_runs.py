@@ -65,10 +65,13 @@ RULES: dict[str, list[str]] = {
         *("--loss.entropy_balanced_clipping", "True", "--loss.entropy_balanced_advantage", "True"),
     ],
     "positions": ["--branching.selector", POSITIONS],
+    "grpo_keep": ["--branching.selector", "none", "--advantage.dead_groups", "keep"],
+    "top_h_keep": ["--branching.selector", "top_h", "--advantage.dead_groups", "keep"],
 }
-"""Rule -> the flags of train_rl.py. `positions` is the blind control: forks as often at each turn as top_h, whatever
+"""Rule -> the flags of train_rl.py. In those called keep, groups whose rewards are all equal count in the loss's mean;
+in the others they are left out. `positions` is the blind control: forks as often at each turn as top_h, whatever
 the entropies. It comes after top_h."""
-WITHOUT_ROOTS = ("grpo", "aepo")
+WITHOUT_ROOTS = ("grpo", "grpo_keep", "aepo")
 
 
 @dataclass(frozen=True)
