@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter
 
 import numpy as np
@@ -16,9 +17,18 @@ from arpo.options import BranchingConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 from extras.ablation import positions as control
 from extras.ablation.frontier import best_setting, following
-from extras.ablation.frontier_report import by_setting, has_collapsed, rank_test, ratios, strongest_rival, write_report
+from extras.ablation.frontier_report import (
+    by_setting,
+    has_collapsed,
+    interval,
+    rank_test,
+    ratios,
+    strongest_rival,
+    write_report,
+)
 from extras.ablation.frontier_runs import (
     GROUP_SIZES,
+    ROOT,
     RULES,
     WITHOUT_ROOTS,
     WORLDS,
@@ -126,6 +136,29 @@ def test_a_setting_is_known_by_its_name(name):
 def test_what_is_no_setting_is_refused(name):
     with pytest.raises(ValueError, match="is no setting"):
         Setting.named(name)
+
+
+@pytest.mark.parametrize(("world", "heading"), [("signal", "### Limited by signal"), ("steps", "### Limited by steps")])
+def test_the_tables_of_the_docs_are_those_of_the_results(world, heading):
+    lines = [json.loads(line) for line in (ROOT / "benchmarks/ablation/frontier.jsonl").read_text().splitlines()]
+    runs = by_setting([line for line in lines if (line["world"], line["stage"]) == (world, 2)])
+    reference = runs[strongest_rival(runs)]
+    table = (ROOT / "docs/branching.md").read_text().partition(heading)[2].partition("\n###")[0]
+    shown = {}
+    for cells in (row.split(" | ") for row in table.splitlines() if "_g" in row and row.startswith("| ")):
+        name = re.search(r"\w+_g\d\w*_x\d", cells[0])[0]
+        shown[name] = [cell.strip(" |") for cell in cells[1:]]
+    for setting, of_setting in runs.items():
+        known = [calls for line in of_setting.values() if (calls := cost(line))]
+        accuracies = [line["curve"]["trail"][-1] for line in of_setting.values()]
+        assert shown.pop(setting.name) == [
+            f"{len(of_setting) - len(known)} of {len(of_setting)}",
+            f"{np.mean(known):,.0f}",
+            *(interval(ratios(of_setting, reference, what)) or "1" for what in ("calls", "tokens", "steps")),
+            f"{np.mean(accuracies):.2f}, {min(accuracies):.2f}",
+            str(sum(map(has_collapsed, of_setting.values()))),
+        ], setting.name
+    assert not shown
 
 
 @pytest.mark.slow

@@ -357,7 +357,7 @@ def test_hostile_neighbours_leave_no_processes_and_no_descriptors(own_tool):
 
 
 def test_a_host_whose_processes_die_slowly_costs_no_call(own_tool):
-    # moby/moby#38968 and the like: what a killed PID 1 leaves dies one by one, and a busy machine takes its time
+    # What a killed PID 1 leaves dies one by one, and a busy machine takes its time
     lost = own_tool.sandbox.host
 
     def action(host) -> Reply:
