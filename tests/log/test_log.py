@@ -83,7 +83,7 @@ from arpo.log.run_log import Console
 from train_sft import SFTConfig
 
 said = "a service said \\x1b]52;c;ZXZpbA==\\x07\\x9b2J\\r\tfine"
-sys.argv[1:] = ["--model.path", "model", "--data.train", "data.jsonl"]
+sys.argv[1:] = ["--model.path", "arpo", "--data.train", "data.jsonl"]
 load_or_exit(SFTConfig)
 logging.getLogger("anybody").warning("%s", said, exc_info=ValueError(said))
 Console(is_main=True).line(said)
