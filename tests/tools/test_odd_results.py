@@ -78,7 +78,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("result", ODD, ids=repr)
+@pytest.mark.parametrize("result", ODD)
 def test_a_result_that_has_none_costs_its_trajectory(tmp_path, caplog, result):
     groups = play(call_then_answer, tools=[returning(result)])
     for row in dumped(tmp_path, groups):
