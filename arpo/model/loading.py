@@ -107,7 +107,7 @@ def read_weights(parameters: Mapping[str, torch.Tensor], path: str) -> None:
         check_once(shapes, path)
         found = {text_name(name): shape for part in shapes.values() for name, shape in part.items()}
         check_weights(parameters, found, path)
-        if HEAD in found and HEAD not in parameters:
+        if HEAD in found and HEAD not in parameters and is_tied(path):  # a critic has none, tied or not
             check_tied_head(shapes, path)
         for file, names in shapes.items():
             for name in names:
@@ -155,6 +155,14 @@ def check_once(names: Mapping[Path, Iterable[str]], path: str) -> None:
                     f"model.path={path}: {name} is in {other.name} and in {file.name}; which of them is the model's? "
                     "Move the other file out of the folder"
                 )
+
+
+def is_tied(path: str) -> bool:
+    """Return whether the folder's config ties the head to the embeddings."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return bool(config.get_text_config().tie_word_embeddings)
 
 
 def check_tied_head(names: Mapping[Path, Iterable[str]], path: str) -> None:

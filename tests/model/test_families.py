@@ -3,14 +3,14 @@
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from helpers.family_configs import config_of, longrope, rope, some_rows
 from helpers.models import cfg_of, random_rows, row_by_row, some_loss
 from helpers.ranks import mesh_of_one
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from arpo.batch import Row, collate
+from arpo.batch import collate
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.context_parallel import check_model
@@ -18,16 +18,7 @@ from arpo.model.loading import build_on_meta
 from arpo.tree import collate_tree
 
 CPU = torch.device("cpu")
-SIZES = {
-    "vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0,
-    "initializer_range": 0.2,
-}  # fmt: skip
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-
-
-def config_of(family: str, **changes):
-    return AutoConfig.for_model(family, **SIZES | changes)
 
 
 HYBRID = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
@@ -35,16 +26,6 @@ GATED_DELTA = HYBRID | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8
 }  # fmt: skip
 SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-
-
-def rope(kind: str, theta: float, **more) -> dict:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
-
-
-def longrope(original: int = 4096, **more) -> dict:
-    """Of the size of this file's heads; the ratios are about those of Phi-3.5-mini."""
-    factors = {"short_factor": [1.0, 1.02, 1.03, 1.03], "long_factor": [1.08, 4.2, 32.8, 64.8]}
-    return rope("longrope", 1e4, original_max_position_embeddings=original, **factors, **more)
 
 
 LLAMA3 = {"high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
@@ -81,18 +62,6 @@ EXACT = {
     "qwen3_5_text": GATED_DELTA,
 }  # fmt: skip
 """What the published configs of these families set, but for sizes: RoPE, dropout, windows, a tied head, scales."""
-
-
-def some_rows() -> list[Row]:
-    """Two prompts; of the first, three responses that fork, one within the other's."""
-    prompt, other = [3, 4, 5, 6, 7], [8, 9]
-    responses = [(prompt, range(10, 90)), (prompt, [10, 11, 12, 30, 31]), (prompt, [40, 41, 42]), (other, [10, 11])]
-    rows = []
-    for ids, response in responses:
-        mask = np.ones(len(response), np.int64)
-        mask[1::4] = 0
-        rows.append(Row(np.array(ids), np.array(response), mask))
-    return rows
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.family_configs import config_of, longrope, rope, some_rows
 from helpers.models import build_tiny_tokenizer, cfg_of, load_hf, row_by_row
 from helpers.ranks import mesh_of_one
-from model.test_families import config_of, longrope, rope, some_rows
 from transformers import AutoModelForCausalLM
 
 from arpo.batch import Row, collate
