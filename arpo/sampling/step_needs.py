@@ -32,7 +32,7 @@ NUM_STEPS, NUM_GROUPS = 10, 80
 UNIT_PROMPTS = 8
 """Prompts whose gradients are compared with each other, in order: those of small updates together with the next."""
 NUM_NUMBERS = SKETCH_RANK**2
-LEAST_UNITS = 4
+LEAST_UNITS = 8
 """Least units of a window that say anything."""
 NUM_SPLITS = 4
 """Random halves of each group."""
@@ -180,8 +180,12 @@ class GradientNoise:
         mixed = self.num_mixed / self.num_groups
         self.units = []
         self.num_steps = self.num_groups = self.num_mixed = 0
+        if mixed < MIXED:
+            advice = f"only {mixed:.0%} of the groups have different rewards: more roots, or larger groups, teach more"
+        else:
+            advice = ""
         if len(units) < LEAST_UNITS:
-            return {}, ""
+            return {}, advice
         share = jackknife([like for like, _ in units], lambda like: signal_share(like, self.num_prompts))
         values = {
             "gradient/signal_share": share.value,
@@ -189,9 +193,9 @@ class GradientNoise:
         }
         pairs = [pair for pair in units if pair[1] is not None]
         if len(pairs) < LEAST_UNITS:
-            return values, ""
+            return values, advice
         steps = jackknife(pairs, self._steps_with_half)
-        return values | named("gradient/half_group_steps", steps), noise_advice(share, steps, mixed)
+        return values | named("gradient/half_group_steps", steps), advice or noise_advice(share, steps)
 
     def _steps_with_half(self, means: np.ndarray) -> float:
         """Return how many times the steps half the group would need, from the mean likeness with all and with half.
@@ -212,15 +216,15 @@ def jackknife(samples: Sequence[float] | Sequence[tuple[float, ...]], function) 
     count = len(values)
     centre = function(values.mean(0))
     without = np.log([function(np.delete(values, i, axis=0).mean(0)) for i in range(count)])
-    half = 2.26 * math.sqrt((count - 1) * without.var())  # t of nine degrees of freedom
+    degrees = count - 1
+    t = 1.96 + 2.372 / degrees + 2.822 / degrees**2  # Student's quantile, to 1 % from seven degrees of freedom on
+    half = t * math.sqrt(degrees * without.var())
     return Interval(centre, centre * math.exp(-half), centre * math.exp(half))
 
 
-def noise_advice(share: Interval, steps: Interval, mixed: float) -> str:
+def noise_advice(share: Interval, steps: Interval) -> str:
     """Return a line that says what follows, or "" where the interval allows both."""
     said = f"{share.value:.0%} of a step's gradient is signal"
-    if mixed < MIXED:
-        return f"{said}, and only {mixed:.0%} of the groups have different rewards: more roots, or larger groups"
     calls = Interval(*(value / 2 for value in steps))
     if steps.high < ENOUGH:
         return (
