@@ -35,8 +35,8 @@ from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, st
 
 NUM_PROMPTS, GROUP_SIZE = 8, 8
 SHAPES = {"cpu": (256, 4, 8192), "cuda": (896, 24, 151_936)}  # width, layers, vocabulary
-TOKENS = {"quick": 16, "full": 256}
-REPEATS = {"quick": 2, "full": 9}
+TOKENS = {"quick": 16, "full": 64}
+REPEATS = {"quick": 2, "full": 5}
 
 
 def write_model(folder: str, device: str) -> None:
