@@ -269,4 +269,4 @@ class UpdateConfig:
     once, with the same loss and gradients. auto = tree, but packed for groups of one."""
     measure_noise: Annotated[bool, MAY_CHANGE] = True
     """Measure how much of an update's gradient is signal, and say where a smaller or larger group would teach more per
-    call (gradient/* in docs/metrics.md). It costs about 2 % of a small model's update (benchmarks/gradient_noise.py)."""
+    call (gradient/* in docs/metrics.md). It takes 2 % of a small model's update (benchmarks/gradient_noise.py)."""
