@@ -48,7 +48,9 @@ def scored_logprobs(
     own. They cost R / D of what the logits cost. None = no scores.
     """
     assert hidden.ndim == 2 and weight.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
-    projected = None if directions is None else (weight.detach().float() @ directions) / temperature  # (V, R)
+    projected = None
+    if directions is not None:  # in the weight's dtype: widened, a vocabulary of 152k would take another 2 GB
+        projected = matmul(weight.detach(), directions.to(weight.dtype)) / temperature  # (V, R)
     return _ChunkedHead.apply(hidden, weight, targets, projected, float(temperature), int(chunk_tokens))
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from arpo.batch import MicroBatch
+from arpo.model.head import matmul
 
 SKETCH_RANK = 16  # 256 numbers: a square is off by a tenth, the same in signal and noise
 
@@ -27,7 +28,7 @@ class GradientSketch:
         generator = torch.Generator().manual_seed(0)
         signs = torch.randint(0, 2, (2, hidden_size, SKETCH_RANK), generator=generator) * 2.0 - 1.0
         self.directions, self.inputs = (signs / SKETCH_RANK**0.5).to(device)
-        """(D, R) each: the projections of d log p / d hidden, and of the hidden state."""
+        """(D, R) each: the projections of d log p / d hidden, and of the hidden state. +-1/4, which bfloat16 has."""
         self.tokens: tuple[Tensor, Tensor] | None = None
         """(B, T, R) each, of the micro-batch that was forwarded last: projected scores and hidden states."""
         self.rows: list[tuple[tuple[int, ...], Tensor]] = []
@@ -37,7 +38,7 @@ class GradientSketch:
     def take_tokens(self, micro: MicroBatch, hidden: Tensor, scores: Tensor) -> None:
         """Remember what the head has computed: hidden states (L, D) and scores (L, R) at its inputs."""
         with torch.no_grad():
-            self.tokens = micro.to_rows(scores), micro.to_rows(hidden.float() @ self.inputs)
+            self.tokens = micro.to_rows(scores), micro.to_rows(matmul(hidden, self.inputs.to(hidden.dtype)))
 
     def take_rows(self, micro: MicroBatch) -> None:
         """Add the rows of the micro-batch whose tokens were taken last; it has advantages."""

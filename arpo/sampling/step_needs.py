@@ -239,7 +239,7 @@ def noise_advice(share: Interval, steps: Interval) -> str:
 
 
 class GroupPairs(NamedTuple):
-    """What a group counts for in the worth of a branch."""
+    """The pairs and calls of a group. Their sums over groups give the worth of a branch."""
 
     num_within: int
     """Pairs of a branch and its parent."""

@@ -76,7 +76,7 @@ WITHOUT_ROOTS = ("grpo", "grpo_keep", "aepo")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run trains with."""
+    """The rule, group size, roots and learning rate of a run."""
 
     rule: str
     group_size: int

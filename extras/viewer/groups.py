@@ -29,7 +29,7 @@ DIGITS = 3
 
 @dataclass
 class Head:
-    """What a line says of its prompt."""
+    """The prompt of a dump's line."""
 
     question: str
     answers: list[str]
