@@ -23,6 +23,7 @@ from arpo.model import Policy
 from arpo.model.attention import register
 from arpo.model.critic import Critic, TrainedCritic, fill_values
 from arpo.model.optim import build_optimizer
+from arpo.model.sketch import GradientSketch
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
 from arpo.update import (
@@ -63,6 +64,7 @@ class TrainerStep:
 
     def __init__(self, folder: Path):
         self.policy, self.reference = tiny_policy(folder), tiny_policy(folder).requires_grad_(False)
+        self.policy.sketch = GradientSketch(self.policy.hf.config.hidden_size, CUDA)  # as train_rl.py has it
         self.critic = to_fake_cuda(Critic(load_hf(folder).base_model).train())
         self.ranks = Ranks(rank=0, world_size=1, device=CUDA, mesh=None)
 

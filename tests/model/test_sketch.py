@@ -8,6 +8,7 @@ from helpers.updates import filled
 
 from arpo.batch import row_of
 from arpo.model import load_policy
+from arpo.model.head import scored_logprobs, token_logprobs
 from arpo.model.sketch import GradientSketch
 from arpo.options import LossConfig
 from arpo.update import step_sketches, update_policy
@@ -53,6 +54,19 @@ def test_a_sketch_is_the_projected_gradient_of_its_row_and_changes_no_weight(tmp
         advantages = [trajectory.advantage] * len(row.response_ids)
         expected = projected_gradient(hf, row, advantages, sketch)
         torch.testing.assert_close(torch.tensor(sketched.rows[row_id]), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_scores_in_bfloat16_are_those_of_the_same_numbers_in_float32():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(20, 48, generator=generator).bfloat16()
+    weight = (0.3 * torch.randn(200, 48, generator=generator)).bfloat16()
+    targets = torch.randint(0, 200, (20,), generator=generator)
+    directions = GradientSketch(48, CPU).directions
+    _, _, scores = scored_logprobs(hidden, weight, targets, directions, temperature=TEMPERATURE, chunk_tokens=7)
+    exact = hidden.float().requires_grad_()
+    logprobs, _ = token_logprobs(exact, weight.float(), targets, temperature=TEMPERATURE)
+    [gradient] = torch.autograd.grad(logprobs.sum(), exact)  # each token's is its own
+    torch.testing.assert_close(scores, gradient @ directions, rtol=1e-4, atol=1e-4)
 
 
 def test_what_a_second_pass_over_the_minibatches_adds_is_left_out():
