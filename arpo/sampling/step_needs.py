@@ -186,13 +186,15 @@ class GradientNoise:
             advice = ""
         if len(units) < LEAST_UNITS:
             return {}, advice
+        if np.mean([like for like, _ in units]) <= 0:  # an estimate around 0 may be negative: no signal was seen
+            return {"gradient/signal_share": 0.0}, advice
         share = jackknife([like for like, _ in units], lambda like: signal_share(like, self.num_prompts))
         values = {
             "gradient/signal_share": share.value,
             "gradient/noise_scale": self.num_prompts * (1 / share.value - 1),
         }
         pairs = [pair for pair in units if pair[1] is not None]
-        if len(pairs) < LEAST_UNITS:
+        if len(pairs) < LEAST_UNITS or np.mean([half for _, half in pairs]) <= 0:
             return values, advice
         steps = jackknife(pairs, self._steps_with_half)
         return values | named("gradient/half_group_steps", steps), advice or noise_advice(share, steps)
