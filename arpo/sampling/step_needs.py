@@ -338,12 +338,11 @@ class BranchWorth:
         return min(max(self.group_size / max(leaves_per_root, 1e-9), 1.0), float(self.group_size))
 
     def _advice(self, rho: Interval, roots: Interval, cost: float, now: float) -> str:
-        if roots.low <= now <= roots.high:
+        low, best, high = round(roots.low), round(roots.value), round(roots.high)
+        if low <= round(now) <= high:
             return ""
-        leaves = self.group_size / now
-        branch = (1 - rho.value) / (1 + (leaves - 1) * rho.value)
-        more = "more" if now < roots.low else "fewer"
+        more = "more" if now < low else "fewer"
         return (
-            f"a branch is worth {branch:.2f} of a root and costs {cost:.2f} of its calls: {more} roots than {now:.0f} "
-            f"would teach more per call ({roots.value:.0f} [{roots.low:.0f}, {roots.high:.0f}] of {self.group_size})"
+            f"a branch resembles its parent (rho {rho}) and costs {cost:.2f} of a root's calls: {more} roots than "
+            f"{now:.0f} would teach more per call ({best} [{low}, {high}] of {self.group_size}; docs/branching.md)"
         )
