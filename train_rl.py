@@ -116,14 +116,14 @@ from arpo.start.memory import Job, check_memory, sizes_of
 from arpo.start.trial import try_functions
 from arpo.update import (
     Minibatch,
+    drop_if_no_gradient,
     fill_advantages,
     fill_old_logprobs,
     fill_ref_logprobs,
-    first_update_fills,
+    first_update_computes_old_logprobs,
     make_minibatches,
     step_sketches,
     update_policy,
-    worth_an_update,
 )
 
 
@@ -174,9 +174,9 @@ def main(cfg: RLConfig) -> None:
 
         # ---- mini-batches of whole groups; what the models say of their tokens before the update; advantages
         minibatches = make_minibatches(batch.groups, update_cfg, cfg.advantage, dist)
-        metrics.merge(ask_models(minibatches, policy, reference, critic, cfg, timers))
+        metrics.merge(fill_model_outputs(minibatches, policy, reference, critic, cfg, timers))
         metrics.merge(fill_advantages(batch.groups, minibatches, cfg.advantage, cfg.loss, dist))
-        minibatches = minibatches if critic else worth_an_update(minibatches, loss, dist)
+        minibatches = minibatches if critic else drop_if_no_gradient(minibatches, loss, dist)
 
         # ---- update: one optimizer step per mini-batch (while a critic warms up, the policy stays)
         dump = partial(log.trajectories, step, batch.sampled, kind="nonfinite")
@@ -272,7 +272,7 @@ def load_models(
     return policy, optimizer, critic, reference
 
 
-def ask_models(
+def fill_model_outputs(
     minibatches: list[Minibatch],
     policy: Policy,
     reference: Policy | None,
@@ -283,7 +283,7 @@ def ask_models(
     """Fill what policy, reference and critic say of each token before the update."""
     metrics = Metrics()
     with timers("old_logprobs"):
-        for minibatch in minibatches[1:] if first_update_fills(cfg.loss) else minibatches:
+        for minibatch in minibatches[1:] if first_update_computes_old_logprobs(cfg.loss) else minibatches:
             metrics.merge(fill_old_logprobs(policy, minibatch.micros, cfg.loss, cfg.rollout.temperature))
     if reference:
         with timers("reference"):

@@ -78,11 +78,11 @@ def fill_old_logprobs(policy: Policy, micros: list[MicroBatch], cfg: LossConfig,
     for micro in micros:
         with torch.no_grad():
             logprobs, entropies = policy(micro, temperature)
-        metrics.merge(take_as_old(micro, logprobs, entropies, cfg))
+        metrics.merge(use_as_old_logprobs(micro, logprobs, entropies, cfg))
     return metrics
 
 
-def first_update_fills(cfg: LossConfig) -> bool:
+def first_update_computes_old_logprobs(cfg: LossConfig) -> bool:
     """Return whether a rollout's first mini-batch can do without `fill_old_logprobs`, as its update computes the same.
 
     A KL in the reward and AEPO's entropies need those of all tokens before any token's loss.
@@ -90,7 +90,7 @@ def first_update_fills(cfg: LossConfig) -> bool:
     return not (uses_entropy_statistics(cfg) or (cfg.kl_coefficient and cfg.kl_in == "reward"))
 
 
-def take_as_old(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor, cfg: LossConfig) -> Metrics:
+def use_as_old_logprobs(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor, cfg: LossConfig) -> Metrics:
     """Fill the logprobs and entropies before the update, (B, T) each, and the weights of the rollout correction."""
     metrics = Metrics()
     micro.old_logprobs, micro.old_entropies = logprobs.detach(), entropies.detach()
@@ -129,7 +129,7 @@ def fill_advantages(
     return metrics
 
 
-def worth_an_update(minibatches: list[Minibatch], loss: LossConfig, dist: Ranks) -> list[Minibatch]:
+def drop_if_no_gradient(minibatches: list[Minibatch], loss: LossConfig, dist: Ranks) -> list[Minibatch]:
     """Return the mini-batches; none of a step whose advantages are all 0 and whose loss has no other term.
 
     There momentum and weight decay alone would move the policy. Collective.
@@ -213,8 +213,8 @@ def update_policy(
 
     for micro in accumulating(policy, micros):
         logprobs, entropies = policy(micro, temperature)  # (B, T)
-        if micro.old_logprobs is None:  # see `first_update_fills`
-            metrics.merge(take_as_old(micro, logprobs, entropies, cfg))
+        if micro.old_logprobs is None:  # see `first_update_computes_old_logprobs`
+            metrics.merge(use_as_old_logprobs(micro, logprobs, entropies, cfg))
         if policy.sketch:
             policy.sketch.take_rows(micro)
         inputs = LossInputs(

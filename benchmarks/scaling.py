@@ -75,7 +75,7 @@ def table(models: dict[str, Shape], work: Workload, hw: Hardware, all_nodes: lis
 def from_config(paths: list[str]) -> tuple[str, Workload]:
     """(model path, what the files say of the step). Raises UserError like train_rl.py."""
     from arpo.config.load import load_config
-    from arpo.update import first_update_fills
+    from arpo.update import first_update_computes_old_logprobs
     from train_rl import RLConfig
 
     try:
@@ -95,7 +95,7 @@ def from_config(paths: list[str]) -> tuple[str, Workload]:
         recompute_every_n_layers=cfg.model.recompute_every_n_layers,
         reference=cfg.loss.kl_coefficient > 0,
         critic=cfg.advantage.needs_critic,
-        first_update_fills=first_update_fills(cfg.loss),
+        first_update_computes_old_logprobs=first_update_computes_old_logprobs(cfg.loss),
         max_num_seqs=cfg.engine.max_num_seqs,
         gpu_memory_utilization=cfg.engine.gpu_memory_utilization,
         shard_gpus=cfg.model.shard_size,

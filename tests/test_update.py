@@ -14,12 +14,12 @@ from arpo.model.attention import resolve_layout
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
 from arpo.update import (
+    drop_if_no_gradient,
     fill_advantages,
     fill_old_logprobs,
-    first_update_fills,
+    first_update_computes_old_logprobs,
     make_minibatches,
     update_policy,
-    worth_an_update,
 )
 
 CPU = torch.device("cpu")
@@ -220,12 +220,12 @@ def test_ratios_against_the_rollout_are_those_of_the_engines_logprobs(ranks, mod
 def test_the_first_update_of_a_rollout_needs_no_pass_before_it_unless_a_loss_looks_at_all_tokens(ranks, models, case):
     """The same metrics and gradients to the bit, with `fill_old_logprobs` and without."""
     (policy, reference), (advantage, loss) = models, CASES[case]
-    assert first_update_fills(loss) == (case not in ("aepo", "kl in the reward", "gae"))
+    assert first_update_computes_old_logprobs(loss) == (case not in ("aepo", "kl in the reward", "gae"))
     optimizer, outcomes, seen = torch.optim.SGD(policy.parameters(), lr=0.0), [], {}
     optimizer.register_step_pre_hook(
         lambda *_: seen.update({name: p.grad.full_tensor().numpy().copy() for name, p in policy.hf_parameters()})
     )
-    for without in (False, first_update_fills(loss)):
+    for without in (False, first_update_computes_old_logprobs(loss)):
         minibatch, metrics = filled(ranks, policy, reference, case, 40, 1)
         if without:
             metrics = fill_advantages(minibatch.groups, [minibatch], advantage, loss, ranks)
@@ -248,7 +248,7 @@ def updates_of_a_step(ranks, rewards: list[list[float]], loss: LossConfig) -> in
     cfg = UpdateConfig(num_prompts_per_minibatch=1, max_tokens_per_microbatch=40, layout="packed")
     minibatches = make_minibatches(groups, cfg, GRPO, ranks)
     fill_advantages(groups, minibatches, GRPO, LossConfig(), ranks)
-    return len(worth_an_update(minibatches, loss, ranks))
+    return len(drop_if_no_gradient(minibatches, loss, ranks))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -113,7 +113,7 @@ class Workload:
     recompute_every_n_layers: int = 1
     reference: bool = False
     critic: bool = False
-    first_update_fills: bool = True
+    first_update_computes_old_logprobs: bool = True
     """The first mini-batch has no forward pass before its update (arpo/update.py)."""
     max_num_seqs: int = 256
     gpu_memory_utilization: float = 0.6
@@ -330,7 +330,7 @@ def train_seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> 
     def exposed(compute: float, collectives: float) -> float:
         return collectives - min(hw.overlap * collectives, compute)
 
-    models = 1 + work.reference + work.critic - work.first_update_fills / minibatches
+    models = 1 + work.reference + work.critic - work.first_update_computes_old_logprobs / minibatches
     old_exposed = exposed(forward, micros * gather)
     passes = (4 if work.recompute_every_n_layers else 3) * (1 + work.critic) * work.num_epochs
     update = passes * forward

@@ -31,7 +31,7 @@ from arpo.update import (
     fill_advantages,
     fill_old_logprobs,
     fill_ref_logprobs,
-    first_update_fills,
+    first_update_computes_old_logprobs,
     make_minibatches,
     update_policy,
 )
@@ -102,7 +102,7 @@ def step(ranks: Ranks, case: Case, model: str, run_dir: Path) -> list[int]:
         call_tools(team)
     update = UpdateConfig(num_prompts_per_minibatch=1, max_tokens_per_microbatch=36, layout=case.layout)
     minibatches = make_minibatches(groups, update, case.advantage, ranks)
-    for minibatch in minibatches[1:] if first_update_fills(case.loss) else minibatches:
+    for minibatch in minibatches[1:] if first_update_computes_old_logprobs(case.loss) else minibatches:
         metrics.merge(fill_old_logprobs(policy, minibatch.micros, case.loss, 1.0))
     for minibatch in minibatches:
         if case.loss.kl_coefficient:

@@ -31,7 +31,7 @@ from arpo.update import (
     fill_advantages,
     fill_old_logprobs,
     fill_ref_logprobs,
-    first_update_fills,
+    first_update_computes_old_logprobs,
     make_minibatches,
     update_policy,
 )
@@ -84,7 +84,7 @@ class TrainerStep:
         minibatches = make_minibatches(groups, update, advantage, self.ranks)
         ends("collate")
         [micros] = [minibatch.micros for minibatch in minibatches]
-        if not first_update_fills(loss):
+        if not first_update_computes_old_logprobs(loss):
             metrics.merge(fill_old_logprobs(self.policy, micros, loss, 0.9))
             ends("old logprobs")
         if loss.kl_coefficient:
