@@ -109,8 +109,8 @@ from arpo.model.policy import check_companion
 from arpo.model.sketch import GradientSketch
 from arpo.sampling import Rollouts, Sampler
 from arpo.sampling.environment import Environment
+from arpo.sampling.gradient_noise import GradientNoise
 from arpo.sampling.scoring import Scoring
-from arpo.sampling.step_needs import GradientNoise
 from arpo.start.costs import expected_calls
 from arpo.start.memory import Job, check_memory, sizes_of
 from arpo.start.trial import try_functions

@@ -32,7 +32,7 @@ from arpo.model.policy import accumulating
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
 from arpo.rollout_correction import rollout_weights
-from arpo.sampling.step_needs import SketchedMinibatch
+from arpo.sampling.gradient_noise import SketchedMinibatch
 from arpo.selection import training_trajectories
 from arpo.trajectory import Group, Trajectory
 from arpo.tree import tree_microbatches

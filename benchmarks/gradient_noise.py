@@ -29,7 +29,7 @@ from arpo.log import Console
 from arpo.model import Policy, load_policy
 from arpo.model.sketch import GradientSketch
 from arpo.options import AdvantageConfig, LossConfig
-from arpo.sampling.step_needs import GradientNoise
+from arpo.sampling.gradient_noise import GradientNoise
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, step_sketches, update_policy
 

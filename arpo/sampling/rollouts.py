@@ -15,12 +15,12 @@ from arpo.log import RunLog
 from arpo.metrics import Metrics, rollout_metrics, source_names
 from arpo.options import AdvantageConfig
 from arpo.ranks import Timers
+from arpo.sampling.branch_worth import BranchWorth
 from arpo.sampling.carried_state import check_nothing_is_left, go_on_from, state_of
 from arpo.sampling.carry_over import CarryOver
 from arpo.sampling.health import ToolHealth
 from arpo.sampling.sampler import Sampler
 from arpo.sampling.sources import OneRollout, Refilled
-from arpo.sampling.step_needs import BranchWorth
 from arpo.sampling.validation import Validation
 from arpo.selection import groups_to_train_on
 from arpo.tools import take_counts

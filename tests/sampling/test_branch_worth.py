@@ -1,0 +1,102 @@
+"""The worth of a branch, on groups whose branches resemble their parents to a known degree."""
+
+import json
+import random
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from arpo.sampling.branch_worth import BranchWorth, GroupPairs, pairs_of, worth
+from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
+
+
+def group_of(num_roots: int, num_branches: int, rho: float, rng: random.Random, p: float = 0.5) -> Group:
+    """Roots of eight calls, and branches of two of their own, which end as their root does with probability rho or
+    else anyhow."""
+    trajectories = []
+
+    def add(name: str, parent: Trajectory | None, num_calls: int) -> Trajectory:
+        right = rng.random() < p
+        if parent and rng.random() < rho:
+            right = parent.reward > 0
+        turns = [Turn(0, tool_calls=[ToolCall("search", "q", "r", ok=True)]) for _ in range(num_calls)]
+        parent_id = parent.trajectory_id if parent else None
+        t = Trajectory("p", name, turns=turns, parent_id=parent_id, stop_reason=StopReason.EOS, reward=float(right))
+        trajectories.append(t)
+        return t
+
+    roots = [add(str(i), None, 8) for i in range(num_roots)]
+    for i in range(num_branches):
+        root = roots[i % num_roots]
+        add(f"{root.trajectory_id}.{i}", root, 2)
+    return Group(Prompt("p", [], []), trajectories)
+
+
+def watched(num_roots: int, num_branches: int, rho: float, num_steps: int = 10) -> tuple[dict[str, float], str]:
+    rng, watch = random.Random(0), BranchWorth(num_roots + num_branches)
+    for _ in range(num_steps):
+        values = watch.add([group_of(num_roots, num_branches, rho, rng) for _ in range(64)])
+    return values, watch.warning
+
+
+@pytest.mark.parametrize("rho", [0.1, 0.5, 0.9])
+def test_rho_and_the_number_of_roots_are_those_of_cluster_sampling(rho):
+    values, _ = watched(2, 6, rho)
+    assert values["branching/rho_low"] < values["branching/rho"] < values["branching/rho_high"]
+    assert values["branching/rho"] == pytest.approx(rho, abs=0.1)
+    assert values["branching/branch_cost"] == pytest.approx(0.25)
+    known = values["branching/rho"]
+    leaves = (6 / 2 * (1 - known) / known) ** 0.5  # c_prefix = 8 - 2 calls, c_leaf = 2
+    assert values["branching/roots_advised"] == pytest.approx(min(max(8 / leaves, 1), 8), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_roots", "rho", "said"),
+    [(2, 0.95, "more roots than 2"), (6, 0.02, "fewer roots than 6"), (2, 0.3, ""), (3, 0.3, "")],
+)
+def test_it_advises_more_roots_where_branches_show_nothing_and_fewer_where_they_show_all(num_roots, rho, said):
+    """At rho 0.3 K* is 2.6: three roots of eight, and two are within the interval."""
+    values, line = watched(num_roots, 8 - num_roots, rho)
+    assert said in line and bool(line) is bool(said)
+    assert values["branching/roots_advised_low"] <= values["branching/roots_advised"]
+
+
+def test_a_window_that_shows_nothing_is_silent():
+    values, said = watched(2, 6, 0.5, num_steps=9)
+    assert not values and not said
+    values, said = watched(8, 0, 0.5)
+    assert not values and not said
+
+
+def test_a_groups_pairs_are_counted_by_right_and_wrong_where_the_reward_says_it():
+    group = group_of(2, 2, 0.0, random.Random(3))
+    for t, accuracy in zip(group.trajectories, (1.0, 1.0, 0.0, 1.0), strict=True):
+        t.reward = random.random()  # rewards with a part for the format, say: all are different
+        t.reward_parts = {"accuracy": accuracy}
+    found = pairs_of(group)
+    assert (found.num_within, found.differ_within, found.num_between) == (2, 1, 4)
+    assert found.differ_between == 2  # 0.0 is wrong: it differs from 1 and from 1.1
+
+
+FROZEN = Path(__file__).resolve().parents[2] / "benchmarks/ablation/llm_frozen.jsonl"
+
+
+@pytest.mark.parametrize("arm", ["random_2", "random_4", "arpo", "top_h_2"])
+def test_on_a_pretrained_model_nearly_all_of_the_group_should_be_roots(arm):
+    """320 to 480 branches of a frozen model of 135M on GSM8K (extras/ablation/llm_forks.py), by right and wrong."""
+    pairs = []
+    for line in map(json.loads, FROZEN.read_text().splitlines()):
+        if line["arm"] == arm:
+            right = [accuracy > 0 for _, accuracy, *_ in line["roots"]]
+            between = [a != b for a, b in combinations(right, 2)]
+            within = [difference > 0 for *_, difference, _, _ in line["branches"]]
+            calls = [sum(calls for *_, calls in line[part]) for part in ("roots", "branches")]
+            pairs.append(GroupPairs(
+                len(within), sum(within), len(between), sum(between), len(right), calls[0], len(within), calls[1]
+            ))  # fmt: skip
+    assert len(pairs) == 80
+    estimate = worth(np.array(pairs, float).sum(0))
+    assert 0.3 < estimate.rho < 0.65 and 0.2 < estimate.branch_cost < 0.7
+    assert 8 / estimate.best_per_root > 5  # of 8: top_h's two are far from it
