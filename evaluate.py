@@ -71,7 +71,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arpo import ranks
 from arpo.engine import Engine
 from arpo.engine.team import form_team
 from arpo.evals.judge import Judge
@@ -81,6 +80,7 @@ from arpo.evals.report import grade_and_report
 from arpo.evals.resume import claim_run, record_session, unfinished
 from arpo.log import Console
 from arpo.protocol import Codec
+from arpo.ranks import init_ranks
 from arpo.rewards import load_custom
 from arpo.sampling import Sampler
 from arpo.sampling.environment import Environment
@@ -95,15 +95,15 @@ def main(cfg: EvalConfig) -> None:
         judge = Judge(cfg.judge, run / "judge.sqlite") if cfg.judge.url else None  # may be gone: its replies are kept
         grade_and_report(run, cfg.reward, judge)
         return
-    dist = ranks.init(cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s)
-    dist.log_devices()
-    log = Console(is_main=dist.is_main)
+    ranks = init_ranks(cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s)
+    ranks.log_devices()
+    log = Console(is_main=ranks.is_main)
 
     # ---- set-up: everything that can be wrong is found before the model is loaded
     if not cfg.eval.server:
         job = Job(sizes_of(cfg.model.path), cfg.model, engine=cfg.engine, max_model_len=cfg.max_model_len)
-        check_memory(job, dist.device)
-    team = form_team(dist, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
+        check_memory(job, ranks.device)
+    team = form_team(ranks, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
     env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout)
     refusing = team.tool_runner({tag: MutedTool(tag) for tag in env.tools.tools})
     sets, absent = load_sets(cfg.eval, env.codec, env.schemas)
@@ -113,17 +113,17 @@ def main(cfg: EvalConfig) -> None:
     # ---- questions: what an earlier run of the same command has finished stays
     folder = cfg.run.folder
     judge = None
-    if dist.is_main:
+    if ranks.is_main:
         claim_run(folder, cfg, served_model(cfg) if cfg.eval.server else "")
         if cfg.judge.url:
             judge = Judge(cfg.judge, folder / "judge.sqlite")
             judge.probe()
-    dist.barrier()
+    ranks.barrier()
     records = read_records(folder)
     todo = [replace(s, prompts=unfinished(s.name, s.prompts, cfg.eval.num_samples, records)) for s in sets]
-    dist.barrier()  # nobody writes before all have read
+    ranks.barrier()  # nobody writes before all have read
     is_finished = not any(questions.prompts for questions in todo)
-    if dist.is_main and not is_finished:
+    if ranks.is_main and not is_finished:
         record_session(folder, {s.name: s.num_overlong for s in sets if not s.is_muted})
     for name in absent:
         log.line(f"{name}: left out; it is not in {cfg.eval.data_dir}")
@@ -161,10 +161,10 @@ def main(cfg: EvalConfig) -> None:
     refusing.close()
     if engine is not None:
         engine.close()
-    dist.close()  # the other ranks need not wait for the judge
+    ranks.close()  # the other ranks need not wait for the judge
 
     # ---- grades and report
-    if dist.is_main:
+    if ranks.is_main:
         grade_and_report(folder, cfg.reward, judge)
 
 

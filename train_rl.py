@@ -89,7 +89,6 @@ from functools import partial
 
 from torch.optim import Optimizer
 
-from arpo import ranks
 from arpo.checkpoint import Saver
 from arpo.data.order import make_order
 from arpo.engine import Engine
@@ -107,6 +106,7 @@ from arpo.model.critic import TrainedCritic, fill_values
 from arpo.model.optim import build_optimizer, set_learning_rate
 from arpo.model.policy import check_companion
 from arpo.model.sketch import GradientSketch
+from arpo.ranks import Ranks, StopRequest, Timers, init_ranks, seed_everything
 from arpo.sampling import Rollouts, Sampler
 from arpo.sampling.environment import Environment
 from arpo.sampling.gradient_noise import GradientNoise
@@ -129,11 +129,11 @@ from arpo.update import (
 
 def main(cfg: RLConfig) -> None:
     run, model, temperature, max_norm = cfg.run, cfg.model, cfg.rollout.temperature, cfg.optim.max_grad_norm
-    dist = ranks.init(run.peer_timeout_minutes, run.silence_timeout_s, model.shard_size, model.context_parallel)
+    ranks = init_ranks(run.peer_timeout_minutes, run.silence_timeout_s, model.shard_size, model.context_parallel)
 
     # ---- everything that can be wrong is found before a model is loaded
-    check_start(cfg, dist)
-    team = form_team(dist, cfg.engine.tensor_parallel, model.path)
+    check_start(cfg, ranks)
+    team = form_team(ranks, cfg.engine.tensor_parallel, model.path)
     env = Environment(model, cfg.protocol, cfg.tools, team, cfg.rollout)
     prompts = env.prompts(cfg.data.train, cfg.data)
     valid_prompts = env.prompts(cfg.data.valid, cfg.data)[: cfg.data.num_valid_prompts or None]
@@ -145,12 +145,12 @@ def main(cfg: RLConfig) -> None:
     update_cfg = resolve_layout(cfg.update, cfg.rollout.group_size)
 
     # ---- policy, optimizer, engine; the trainer first, so that vLLM finds the memory that is left
-    policy, optimizer, critic, reference = load_models(cfg, dist, num_updates)
-    saver = Saver(run, dist, source=model.path)
+    policy, optimizer, critic, reference = load_models(cfg, ranks, num_updates)
+    saver = Saver(run, ranks, source=model.path)
     done_steps = saver.resume(policy, optimizer, critic)
     engine = start_engine(cfg, policy, seed=run.seed + team.index)
     log = RunLog(
-        run.folder, cfg, is_main=dist.is_main, resume_step=done_steps, charts=RL_CHARTS,
+        run.folder, cfg, is_main=ranks.is_main, resume_step=done_steps, charts=RL_CHARTS,
         keep_dumps=run.keep_dumps, trackers=run.trackers,
     )  # fmt: skip
     log.line(f"{len(prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
@@ -162,34 +162,34 @@ def main(cfg: RLConfig) -> None:
     rollouts = Rollouts(sampler, order, prompts, cfg.advantage, num_steps)
     rollouts.go_on_from(saver.progress, saver.rank_files, done_steps=done_steps)
     rollouts.validate_on(valid_prompts, log, run, done_steps)
-    alarms = Alarms(run, log, dist, done_steps)
+    alarms = Alarms(run, log, ranks, done_steps)
     noise = GradientNoise(cfg.advantage, cfg.update.num_prompts_per_minibatch, log) if policy.sketch else None
-    progress, stop = log.progress(num_steps, "step", done=done_steps), ranks.StopRequest()
+    progress, stop = log.progress(num_steps, "step", done=done_steps), StopRequest()
     for step in range(done_steps + 1, num_steps + 1):
-        timers, metrics, loss = ranks.Timers(), Metrics(), towards_target(cfg.loss, alarms.values["entropy"])
+        timers, metrics, loss = Timers(), Metrics(), towards_target(cfg.loss, alarms.values["entropy"])
 
         # ---- rollout and reward
         batch = rollouts.next(step, timers)
         metrics.merge(batch.metrics)
 
         # ---- mini-batches of whole groups; what the models say of their tokens before the update; advantages
-        minibatches = make_minibatches(batch.groups, update_cfg, cfg.advantage, dist)
+        minibatches = make_minibatches(batch.groups, update_cfg, cfg.advantage, ranks)
         metrics.merge(fill_model_outputs(minibatches, policy, reference, critic, cfg, timers))
-        metrics.merge(fill_advantages(batch.groups, minibatches, cfg.advantage, cfg.loss, dist))
-        minibatches = minibatches if critic else drop_if_no_gradient(minibatches, loss, dist)
+        metrics.merge(fill_advantages(batch.groups, minibatches, cfg.advantage, cfg.loss, ranks))
+        minibatches = minibatches if critic else drop_if_no_gradient(minibatches, loss, ranks)
 
         # ---- update: one optimizer step per mini-batch (while a critic warms up, the policy stays)
         dump = partial(log.trajectories, step, batch.sampled, kind="nonfinite")
         with timers("update"):
             for number, minibatch in enumerate(minibatches * cfg.update.num_epochs):
                 update, micros = (step - 1) * cfg.num_updates_per_step + number, minibatch.micros
-                with reported_if_not_finite(f"step {step}, mini-batch {number + 1}", micros, run.folder, dist, dump):
+                with reported_if_not_finite(f"step {step}, mini-batch {number + 1}", micros, run.folder, ranks, dump):
                     if critic:
-                        metrics.merge(critic.update(micros, update, dist))
+                        metrics.merge(critic.update(micros, update, ranks))
                     if step > cfg.critic.warmup_steps:
                         metrics.mean("optim/lr", set_learning_rate(optimizer, update, num_updates, cfg.optim))
                         found = update_policy(
-                            policy, optimizer, micros, loss, temperature, max_norm, dist, is_first=number == 0
+                            policy, optimizer, micros, loss, temperature, max_norm, ranks, is_first=number == 0
                         )
                         metrics.merge(found)
 
@@ -200,11 +200,11 @@ def main(cfg: RLConfig) -> None:
 
         # ---- validate, log, save; in this order, so that no checkpoint is ahead of the log
         values = batch.values | rollouts.after_update(step, timers)
-        metrics.merge(memory_metrics(dist.device))
-        values |= dist.step_times(timers) | dist.reduce_metrics(metrics).values()
-        values |= noise.of_step(step, batch.groups, step_sketches(policy, minibatches, dist)) if noise else {}
-        is_final = step == num_steps or rollouts.must_stop or stop.agreed(dist)
-        log.scalars(step, values | speeds(values, dist.world_size), distributions(batch.sampled))
+        metrics.merge(memory_metrics(ranks.device))
+        values |= ranks.step_times(timers) | ranks.reduce_metrics(metrics).values()
+        values |= noise.of_step(step, batch.groups, step_sketches(policy, minibatches, ranks)) if noise else {}
+        is_final = step == num_steps or rollouts.must_stop or stop.agreed(ranks)
+        log.scalars(step, values | speeds(values, ranks.world_size), distributions(batch.sampled))
         if run.dump_every and (step == num_steps or step % run.dump_every == 0):
             log.trajectories(step, batch.sampled)
         progress.at(step, console_text(values), keep="valid/well_formed" in values)
@@ -215,7 +215,7 @@ def main(cfg: RLConfig) -> None:
             break
 
     log.finish()
-    for part in (progress, env.tools, engine, dist):
+    for part in (progress, env.tools, engine, ranks):
         part.close()
 
 
@@ -235,12 +235,12 @@ def say_at_start(cfg: RLConfig, num_steps: int, log: RunLog) -> None:
         log.line(calls)
 
 
-def check_start(cfg: RLConfig, dist: ranks.Ranks) -> None:
+def check_start(cfg: RLConfig, ranks: Ranks) -> None:
     """Raise UserError where ranks, memory, functions of the user's, or the models beside the policy do not fit."""
     try_functions(cfg.branching, cfg.advantage, cfg.loss)
-    dist.log_devices(attention_backend(cfg.model, dist.device))
-    dist.check_multiple(cfg.data.num_prompts_per_step, "data.num_prompts_per_step")
-    check_memory(job_of(cfg, num_shards=dist.mesh.shape[-1]), dist.device)
+    ranks.log_devices(attention_backend(cfg.model, ranks.device))
+    ranks.check_multiple(cfg.data.num_prompts_per_step, "data.num_prompts_per_step")
+    check_memory(job_of(cfg, num_shards=ranks.mesh.shape[-1]), ranks.device)
     tokenizer = load_tokenizer(cfg.model.path)
     for option, path in {"critic.path": cfg.critic.path, "loss.reference": cfg.loss.reference}.items():
         if path:
@@ -248,23 +248,23 @@ def check_start(cfg: RLConfig, dist: ranks.Ranks) -> None:
 
 
 def load_models(
-    cfg: RLConfig, dist: ranks.Ranks, num_updates: int
+    cfg: RLConfig, ranks: Ranks, num_updates: int
 ) -> tuple[Policy, Optimizer, TrainedCritic | None, Policy | None]:
     """Return the policy and its optimizer; critic and reference, where the algorithm has any. Collective."""
-    ranks.seed_everything(cfg.run.seed + dist.rank)
+    seed_everything(cfg.run.seed + ranks.rank)
     max_len = cfg.max_model_len
-    policy = load_policy(cfg.model, dist.mesh, device=dist.device, max_model_len=max_len, seed=cfg.run.seed)
+    policy = load_policy(cfg.model, ranks.mesh, device=ranks.device, max_model_len=max_len, seed=cfg.run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
     if cfg.update.measure_noise:
-        policy.sketch = GradientSketch(policy.hf.config.get_text_config().hidden_size, dist.device)
+        policy.sketch = GradientSketch(policy.hf.config.get_text_config().hidden_size, ranks.device)
     critic = reference = None
     if cfg.advantage.needs_critic:
-        critic = TrainedCritic.load(cfg.critic_model, cfg.critic_optim, num_updates, dist, max_model_len=max_len)
+        critic = TrainedCritic.load(cfg.critic_model, cfg.critic_optim, num_updates, ranks, max_model_len=max_len)
     if cfg.loss.kl_coefficient:
         reference = load_policy(
             cfg.reference_model,
-            dist.mesh,
-            device=dist.device,
+            ranks.mesh,
+            device=ranks.device,
             max_model_len=max_len,
             offload=cfg.loss.offload_reference,
         )
@@ -278,7 +278,7 @@ def fill_model_outputs(
     reference: Policy | None,
     critic: TrainedCritic | None,
     cfg: RLConfig,
-    timers: ranks.Timers,
+    timers: Timers,
 ) -> Metrics:
     """Fill what policy, reference and critic say of each token before the update."""
     metrics = Metrics()

@@ -47,7 +47,6 @@ CONFIG = load_or_exit(SFTConfig, check_sft) if __name__ == "__main__" else None
 
 import torch
 
-from arpo import ranks
 from arpo.batch import MicroBatch, Row, microbatches
 from arpo.checkpoint import Saver
 from arpo.data import PromptOrder
@@ -62,7 +61,7 @@ from arpo.model.attention import attention_backend
 from arpo.model.context_parallel import spread
 from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
 from arpo.model.policy import accumulating
-from arpo.ranks import Ranks
+from arpo.ranks import Ranks, StopRequest, Timers, init_ranks, seed_everything
 from arpo.sft.token_store import tokenise
 from arpo.start.memory import Job, check_memory, sizes_of
 from arpo.tools import make_codec
@@ -70,35 +69,35 @@ from arpo.tools import make_codec
 
 def main(cfg: SFTConfig) -> None:
     run, model, max_tokens = cfg.run, cfg.model, cfg.data.max_tokens_per_microbatch
-    dist = ranks.init(run.peer_timeout_minutes, run.silence_timeout_s, model.shard_size, model.context_parallel)
-    dist.log_devices(attention_backend(cfg.model, dist.device))
+    ranks = init_ranks(run.peer_timeout_minutes, run.silence_timeout_s, model.shard_size, model.context_parallel)
+    ranks.log_devices(attention_backend(cfg.model, ranks.device))
 
     # ---- everything that can be wrong is found before the model is loaded
-    job = Job(sizes_of(model.path), model, num_shards=dist.mesh.shape[-1], offload=cfg.optim.offload)
-    check_memory(job, dist.device)
+    job = Job(sizes_of(model.path), model, num_shards=ranks.mesh.shape[-1], offload=cfg.optim.offload)
+    check_memory(job, ranks.device)
     tokenizer = load_tokenizer(model.path)
     codec = make_codec(tokenizer, cfg.protocol, cfg.data.tools, enable_thinking=cfg.model.enable_thinking)
-    saver = Saver(run, dist, source=model.path)
-    train_rows = tokenise(local_file(cfg.data.train), cfg.data, codec, run.folder / "tokens" / "train", dist)
+    saver = Saver(run, ranks, source=model.path)
+    train_rows = tokenise(local_file(cfg.data.train), cfg.data, codec, run.folder / "tokens" / "train", ranks)
     valid_rows = []
     if cfg.data.valid:
-        valid_rows = list(tokenise(local_file(cfg.data.valid), cfg.data, codec, run.folder / "tokens" / "valid", dist))
+        valid_rows = list(tokenise(local_file(cfg.data.valid), cfg.data, codec, run.folder / "tokens" / "valid", ranks))
     order = PromptOrder(
         len(train_rows), cfg.data.num_conversations_per_step, run.seed, option="data.num_conversations_per_step"
     )
     num_steps = run.num_steps or run.num_epochs * order.steps_per_epoch
 
     # ---- policy and optimizer
-    ranks.seed_everything(run.seed + dist.rank)
-    policy = load_policy(cfg.model, dist.mesh, device=dist.device, max_model_len=cfg.data.max_tokens, seed=run.seed)
+    seed_everything(run.seed + ranks.rank)
+    policy = load_policy(cfg.model, ranks.mesh, device=ranks.device, max_model_len=cfg.data.max_tokens, seed=run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
     done_steps = saver.resume(policy, optimizer)
     log = RunLog(
-        run.folder, cfg, is_main=dist.is_main, resume_step=done_steps, charts=SFT_CHARTS, trackers=run.trackers
+        run.folder, cfg, is_main=ranks.is_main, resume_step=done_steps, charts=SFT_CHARTS, trackers=run.trackers
     )
     log.line(
         f"{len(train_rows)} training and {len(valid_rows)} validation conversations, {num_steps} steps, "
-        f"{dist.world_size} ranks, from step {done_steps}"
+        f"{ranks.world_size} ranks, from step {done_steps}"
     )
     validates = bool(valid_rows and run.validate_every)
     if done_steps == 0:
@@ -108,53 +107,53 @@ def main(cfg: SFTConfig) -> None:
             "data/dropped": train_rows.num_dropped,
         }
         if validates:
-            start["valid/nll"] = validation_nll(policy, valid_rows, max_tokens, dist)
+            start["valid/nll"] = validation_nll(policy, valid_rows, max_tokens, ranks)
             log.line(f"step 0  valid {start['valid/nll']:.4f}")
         log.scalars(0, start)
 
     progress = log.progress(num_steps, "step", done=done_steps)
-    stop = ranks.StopRequest()
+    stop = StopRequest()
     for step in range(done_steps + 1, num_steps + 1):
-        timers, metrics = ranks.Timers(), Metrics()
+        timers, metrics = Timers(), Metrics()
 
         # ---- every rank knows the whole batch, and takes its share of the tokens
         rows = [train_rows[i] for i in order.indices(step - 1)]
         num_loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
-        micros = share(rows, max_tokens, dist)
+        micros = share(rows, max_tokens, ranks)
 
         # ---- one optimizer step on the mean over all loss tokens of all ranks
         with timers("update"):
             metrics.mean("optim/lr", set_learning_rate(optimizer, step - 1, num_steps, cfg.optim))
-            with reported_if_not_finite(f"step {step}", micros, run.folder, dist):
-                metrics.merge(update_policy(policy, optimizer, micros, num_loss_tokens, cfg.optim.max_grad_norm, dist))
+            with reported_if_not_finite(f"step {step}", micros, run.folder, ranks):
+                metrics.merge(update_policy(policy, optimizer, micros, num_loss_tokens, cfg.optim.max_grad_norm, ranks))
 
         # ---- validate, log, save; in this order, so that no checkpoint is ahead of the log
         is_last = step == num_steps
-        metrics.merge(memory_metrics(dist.device))
-        values = dist.reduce_metrics(metrics).values()
+        metrics.merge(memory_metrics(ranks.device))
+        values = ranks.reduce_metrics(metrics).values()
         values |= {"tokens/trained": sum(row.num_tokens for row in rows), "tokens/loss": num_loss_tokens}
         if validates and (is_last or step % run.validate_every == 0):
             with timers("validate"):
-                values["valid/nll"] = validation_nll(policy, valid_rows, max_tokens, dist)
+                values["valid/nll"] = validation_nll(policy, valid_rows, max_tokens, ranks)
         values |= timers.seconds(prefix="time/")
-        values |= speeds(values, dist.world_size)
+        values |= speeds(values, ranks.world_size)
         log.scalars(step, values)
         progress.at(step, console_text(values), keep="valid/nll" in values)
-        is_final = is_last or stop.agreed(dist)
+        is_final = is_last or stop.agreed(ranks)
         saver.save_if_due(step, is_final=is_final)
         if is_final:
             break
 
     progress.close()
     log.finish()
-    dist.close()
+    ranks.close()
 
 
-def share(rows: list[Row], max_tokens: int, dist: Ranks) -> list[MicroBatch]:
+def share(rows: list[Row], max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
     """Return this rank's micro-batches of `rows`, or its part of those that it shares with its neighbours."""
     option = "data.max_tokens_per_microbatch"
-    micros = microbatches(rows, dist.data_rank, dist.data_size, max_tokens, option=option)
-    return [micro.to(dist.device) for micro in spread(micros, dist.group)]
+    micros = microbatches(rows, ranks.data_rank, ranks.data_size, max_tokens, option=option)
+    return [micro.to(ranks.device) for micro in spread(micros, ranks.group)]
 
 
 def update_policy(
@@ -163,7 +162,7 @@ def update_policy(
     micros: list[MicroBatch],
     num_loss_tokens: int,
     max_grad_norm: float,
-    dist: Ranks,
+    ranks: Ranks,
 ) -> Metrics:
     """One optimizer step on the mean over the `num_loss_tokens` of all ranks, of which `micros` are this rank's."""
     metrics, losses = Metrics(), []
@@ -171,7 +170,7 @@ def update_policy(
         logprobs, entropies = policy(micro)  # (B, T), 0 where the loss mask is 0
         nll = -logprobs.sum()
         # FSDP2 averages gradients over ranks; times world_size makes that the sum.
-        (nll * dist.world_size / num_loss_tokens).backward()
+        (nll * ranks.world_size / num_loss_tokens).backward()
         losses.append(nll.detach())
         metrics.sum("loss/nll", nll.detach().double() / num_loss_tokens)
         metrics.sum("loss/entropy", entropies.detach().sum().double() / num_loss_tokens)
@@ -185,13 +184,13 @@ def update_policy(
 
 
 @torch.no_grad()
-def validation_nll(policy: Policy, rows: list[Row], max_tokens_per_microbatch: int, dist: Ranks) -> float:
+def validation_nll(policy: Policy, rows: list[Row], max_tokens_per_microbatch: int, ranks: Ranks) -> float:
     """Return the mean negative log-likelihood per loss token (nats) over all rows and ranks."""
     total = 0.0
-    for micro in share(rows, max_tokens_per_microbatch, dist):
+    for micro in share(rows, max_tokens_per_microbatch, ranks):
         logprobs, _ = policy(micro)
         total -= logprobs.sum().double()
-    return dist.all_reduce_sum(float(total))[0] / sum(int(row.loss_mask.sum()) for row in rows)
+    return ranks.all_reduce_sum(float(total))[0] / sum(int(row.loss_mask.sum()) for row in rows)
 
 
 def console_text(values: dict[str, float]) -> str:

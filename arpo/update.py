@@ -50,7 +50,7 @@ class Minibatch:
 
 
 def make_minibatches(
-    groups: list[Group], cfg: UpdateConfig, advantage: AdvantageConfig, dist: Ranks
+    groups: list[Group], cfg: UpdateConfig, advantage: AdvantageConfig, ranks: Ranks
 ) -> list[Minibatch]:
     """Cut a step's groups, in order, into mini-batches, without those in which there is nothing to train on."""
     assert cfg.layout != "auto", "resolve_layout first"
@@ -60,8 +60,8 @@ def make_minibatches(
         some = groups[start : start + cfg.num_prompts_per_minibatch]
         if trajectories := training_trajectories(some, advantage):
             rows = [row_of(some[index], t) for index, t in trajectories]
-            micros = spread(cut(rows, dist.data_rank, dist.data_size, budget), dist.group)
-            minibatches.append(Minibatch(some, trajectories, [micro.to(dist.device) for micro in micros]))
+            micros = spread(cut(rows, ranks.data_rank, ranks.data_size, budget), ranks.group)
+            minibatches.append(Minibatch(some, trajectories, [micro.to(ranks.device) for micro in micros]))
     return minibatches
 
 
@@ -109,16 +109,16 @@ def use_as_old_logprobs(micro: MicroBatch, logprobs: torch.Tensor, entropies: to
 
 
 def fill_advantages(
-    groups: list[Group], minibatches: list[Minibatch], cfg: AdvantageConfig, loss: LossConfig, dist: Ranks
+    groups: list[Group], minibatches: list[Minibatch], cfg: AdvantageConfig, loss: LossConfig, ranks: Ranks
 ) -> Metrics:
     """Fill each token's advantage: its trajectory's against the group, or its own against the critic's value."""
     metrics = Metrics()
     if loss.kl_coefficient and loss.kl_in == "reward":
         for minibatch in minibatches:
-            metrics.merge(penalize(minibatch, loss, dist))
+            metrics.merge(penalize(minibatch, loss, ranks))
     if cfg.needs_critic:
         for minibatch in minibatches:
-            fill_from_critic(minibatch, cfg, loss, dist)
+            fill_from_critic(minibatch, cfg, loss, ranks)
         return metrics
     assign_advantages(groups, cfg)
     for minibatch in minibatches:
@@ -129,7 +129,7 @@ def fill_advantages(
     return metrics
 
 
-def drop_if_no_gradient(minibatches: list[Minibatch], loss: LossConfig, dist: Ranks) -> list[Minibatch]:
+def drop_if_no_gradient(minibatches: list[Minibatch], loss: LossConfig, ranks: Ranks) -> list[Minibatch]:
     """Return the mini-batches; none of a step whose advantages are all 0 and whose loss has no other term.
 
     There momentum and weight decay alone would move the policy. Collective.
@@ -137,10 +137,10 @@ def drop_if_no_gradient(minibatches: list[Minibatch], loss: LossConfig, dist: Ra
     if loss.entropy_coefficient or (loss.kl_coefficient and loss.kl_in == "loss"):
         return minibatches
     teaches = any(bool(micro.advantages.any()) for minibatch in minibatches for micro in minibatch.micros)
-    return minibatches if dist.all_reduce_sum(float(teaches))[0] else []
+    return minibatches if ranks.all_reduce_sum(float(teaches))[0] else []
 
 
-def penalize(minibatch: Minibatch, loss: LossConfig, dist: Ranks) -> Metrics:
+def penalize(minibatch: Minibatch, loss: LossConfig, ranks: Ranks) -> Metrics:
     """Fill `trajectory.kl_penalty` on all ranks: coefficient * KL to the reference, summed over the loss tokens."""
     sums = [kl_penalties(micro, loss).sum(-1)[: len(micro.row_ids)] for micro in minibatch.micros]  # (B,) of each
     row_ids = [row_id for micro in minibatch.micros for row_id in micro.row_ids]
@@ -148,7 +148,7 @@ def penalize(minibatch: Minibatch, loss: LossConfig, dist: Ranks) -> Metrics:
     metrics = Metrics()
     for penalty in mine.values():  # each rank counts its own rows
         metrics.mean("reward/kl_penalty", penalty)
-    for part in dist.all_gather_objects(mine):
+    for part in ranks.all_gather_objects(mine):
         for row_id, penalty in part.items():
             minibatch.trajectories[row_id][1].kl_penalty = penalty
     return metrics
@@ -160,7 +160,7 @@ def kl_penalties(micro: MicroBatch, loss: LossConfig) -> torch.Tensor:
     return loss.kl_coefficient * torch.where(micro.loss_mask, kl, 0.0)
 
 
-def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss: LossConfig, dist: Ranks) -> None:
+def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss: LossConfig, ranks: Ranks) -> None:
     """Fill advantages and returns from `old_values`; the reward comes with the last token that the policy wrote.
 
     The advantages (not the returns) are whitened over the loss tokens of the global mini-batch.
@@ -172,7 +172,7 @@ def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss: LossConfi
             rewards -= kl_penalties(micro, loss)
         evidence = CriticEvidence(rewards, micro.old_values, micro.loss_mask)
         micro.advantages, micro.returns = CRITIC_ESTIMATORS[cfg.kind](evidence, cfg)
-    mean, std = global_statistics([micro.at_loss_tokens(micro.advantages) for micro in minibatch.micros], dist)
+    mean, std = global_statistics([micro.at_loss_tokens(micro.advantages) for micro in minibatch.micros], ranks)
     for micro in minibatch.micros:
         micro.advantages = (micro.advantages - mean) / (std + 1e-8) * micro.loss_mask
 
@@ -191,7 +191,7 @@ def update_policy(
     cfg: LossConfig,
     temperature: float,
     max_grad_norm: float,
-    dist: Ranks,
+    ranks: Ranks,
     *,
     is_first: bool,
 ) -> Metrics:
@@ -204,12 +204,12 @@ def update_policy(
     metrics, losses = Metrics(), []
     if cfg.entropy_target is not None:
         metrics.mean("loss/entropy_coefficient", cfg.entropy_coefficient)
-    [count] = dist.all_reduce_sum(float(sum(loss_denominator(micro.loss_mask, cfg.aggregation) for micro in micros)))
+    [count] = ranks.all_reduce_sum(float(sum(loss_denominator(micro.loss_mask, cfg.aggregation) for micro in micros)))
     statistics = None
     if uses_entropy_statistics(cfg):  # of the current policy; before the first step that is the old one
         with torch.no_grad():
             entropies = [m.old_entropies if is_first else policy(m, temperature)[1] for m in micros]
-        statistics = global_statistics([m.at_loss_tokens(h) for m, h in zip(micros, entropies, strict=True)], dist)
+        statistics = global_statistics([m.at_loss_tokens(h) for m, h in zip(micros, entropies, strict=True)], ranks)
 
     for micro in accumulating(policy, micros):
         logprobs, entropies = policy(micro, temperature)  # (B, T)
@@ -228,7 +228,7 @@ def update_policy(
         )
         loss, loss_metrics = policy_loss(inputs, cfg, denominator=count, entropy_statistics=statistics)
         # The loss is this micro-batch's part of the global mean; FSDP2 averages gradients over ranks, so undo that.
-        (loss * dist.world_size).backward()
+        (loss * ranks.world_size).backward()
         losses.append(loss.detach())
         metrics.merge(loss_metrics, prefix="loss/")
         if micro.num_loss_tokens:
@@ -245,11 +245,11 @@ def update_policy(
     return metrics
 
 
-def step_sketches(policy: Policy, minibatches: list[Minibatch], dist: Ranks) -> list[SketchedMinibatch]:
+def step_sketches(policy: Policy, minibatches: list[Minibatch], ranks: Ranks) -> list[SketchedMinibatch]:
     """Return what the policy's sketch has collected in the updates of a step, of all ranks. Collective."""
     mine = policy.sketch.collected([len(minibatch.micros) for minibatch in minibatches])
     totals: list[dict[int, np.ndarray]] = [{} for _ in minibatches]
-    for part in dist.all_gather_objects(mine):
+    for part in ranks.all_gather_objects(mine):
         for total, rows in zip(totals, part, strict=True):
             for row_id, sums in rows.items():  # ranks that share a row's tokens have a part of its sum each
                 total[row_id] = total.get(row_id, 0.0) + sums
@@ -259,7 +259,7 @@ def step_sketches(policy: Policy, minibatches: list[Minibatch], dist: Ranks) -> 
     ]
 
 
-def global_statistics(micros: list[torch.Tensor], dist: Ranks) -> tuple[float, float]:
+def global_statistics(micros: list[torch.Tensor], ranks: Ranks) -> tuple[float, float]:
     """Return (mean, std) over the global mini-batch, of the values (L,) at the loss tokens of each micro-batch."""
     moments = sum(token_moments(values) for values in micros)
-    return statistics_of(torch.tensor(dist.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
+    return statistics_of(torch.tensor(ranks.all_reduce_sum(*moments.tolist()), dtype=torch.float64))

@@ -23,7 +23,7 @@ from arpo.checkpoint.checkpoints import verify
 from arpo.config.sections import ModelConfig, OptimConfig, RunConfig
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer
-from arpo.ranks import Ranks, init
+from arpo.ranks import Ranks, init_ranks
 from benchmarks.shared.tiny_model import write_model
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model")
     args = parser.parse_args()
-    ranks = init()
+    ranks = init_ranks()
     size = {"hidden": 256, "layers": 4} if args.quick else {"hidden": 768, "layers": 8}
     with tempfile.TemporaryDirectory() as folder:
         result = measure(ranks, folder, **size, num_saves=3 if args.quick else 5)

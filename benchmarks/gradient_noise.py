@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-from arpo import ranks
 from arpo.config.sections import ModelConfig, UpdateConfig
 from arpo.log import Console
 from arpo.model import Policy, load_policy
 from arpo.model.sketch import GradientSketch
 from arpo.options import AdvantageConfig, LossConfig
+from arpo.ranks import Ranks, init_ranks
 from arpo.sampling.gradient_noise import GradientNoise
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, step_sketches, update_policy
@@ -71,19 +71,19 @@ def random_groups(num_tokens: int, vocab: int) -> list[Group]:
     return groups
 
 
-def seconds_of_update(policy: Policy, groups: list[Group], noise: GradientNoise | None, dist: ranks.Ranks) -> float:
+def seconds_of_update(policy: Policy, groups: list[Group], noise: GradientNoise | None, ranks: Ranks) -> float:
     """Return the seconds of one update; with `noise`, those of its estimate too."""
     cfg = UpdateConfig(num_prompts_per_minibatch=NUM_PROMPTS, max_tokens_per_microbatch=4096, layout="packed")
-    minibatches = make_minibatches(groups, cfg, AdvantageConfig(), dist)
+    minibatches = make_minibatches(groups, cfg, AdvantageConfig(), ranks)
     fill_old_logprobs(policy, minibatches[0].micros, LossConfig(), 1.0)
-    fill_advantages(groups, minibatches, AdvantageConfig(), LossConfig(), dist)
+    fill_advantages(groups, minibatches, AdvantageConfig(), LossConfig(), ranks)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    is_cuda = dist.device.type == "cuda"
+    is_cuda = ranks.device.type == "cuda"
     clock = time.perf_counter if is_cuda else time.process_time
     started = clock()
-    update_policy(policy, optimizer, minibatches[0].micros, LossConfig(), 1.0, 1.0, dist, is_first=True)
+    update_policy(policy, optimizer, minibatches[0].micros, LossConfig(), 1.0, 1.0, ranks, is_first=True)
     if noise:
-        noise.of_step(1, groups, step_sketches(policy, minibatches, dist))
+        noise.of_step(1, groups, step_sketches(policy, minibatches, ranks))
     if is_cuda:
         torch.cuda.synchronize()
     return clock() - started
@@ -93,23 +93,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="short trajectories, few repeats")
     size = "quick" if parser.parse_args().quick else "full"
-    dist = ranks.init()
-    kind = dist.device.type
+    ranks = init_ranks()
+    kind = ranks.device.type
     width, _, vocab = SHAPES[kind]
     groups = random_groups(TOKENS[size], vocab)
     with tempfile.TemporaryDirectory() as folder:
         write_model(folder, kind)
         dtype = "bfloat16" if kind == "cuda" else "float32"
-        policy = load_policy(ModelConfig(folder, compute_dtype=dtype), dist.mesh, device=dist.device)
-    sketch = GradientSketch(width, dist.device)
+        policy = load_policy(ModelConfig(folder, compute_dtype=dtype), ranks.mesh, device=ranks.device)
+    sketch = GradientSketch(width, ranks.device)
     noise = GradientNoise(AdvantageConfig(), NUM_PROMPTS, Console(is_main=False))
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(REPEATS[size] + 1):  # the first of each warms up
         for is_measured in seconds:
             policy.sketch = sketch if is_measured else None
-            seconds[is_measured].append(seconds_of_update(policy, groups, noise if is_measured else None, dist))
+            seconds[is_measured].append(seconds_of_update(policy, groups, noise if is_measured else None, ranks))
     without, measured = (statistics.median(values[1:]) for values in seconds.values())
-    dist.close()
+    ranks.close()
     result = {"name": "gradient_noise", "ratio": without / measured, "ours": measured, "baseline": without, "unit": "s"}
     print(json.dumps(result | {"device": kind}))
 

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from arpo.ranks import Ranks, init
+from arpo.ranks import Ranks, init_ranks
 
 NUM_RANKS, NUM_LAYERS = 8, 28
 HIDDEN, INTERMEDIATE, KV, VOCAB = 3584, 18_944, 512, 152_064
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few steps")
     args = parser.parse_args()
-    ranks = init()
+    ranks = init_ranks()
     shrink = 1 if ranks.device.type == "cuda" else 10
     found = {kind: measure(ranks, kind, shrink=shrink, num_steps=3 if args.quick else 10) for kind in KINDS}
     slow, fingerprint, size = found["tensor by tensor"]

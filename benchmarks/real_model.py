@@ -43,7 +43,7 @@ from arpo.model import load_policy, load_tokenizer
 from arpo.model.attention import resolve_layout
 from arpo.model.optim import build_optimizer
 from arpo.protocol import Codec, TagsCodec
-from arpo.ranks import Ranks, init
+from arpo.ranks import Ranks, init_ranks
 from arpo.sampling.sampler import rollout
 from arpo.start.exits import exit_with
 from arpo.tools import make_tools
@@ -109,20 +109,20 @@ def raw_seconds(
     return elapsed
 
 
-def our_update(cfg: RLConfig, dist: Ranks, groups: list[Group], repeats: int) -> float:
+def our_update(cfg: RLConfig, ranks: Ranks, groups: list[Group], repeats: int) -> float:
     """Return the median seconds of a step's mini-batches: cutting rows, logprobs before the update, the updates."""
-    policy = load_policy(cfg.model, dist.mesh, device=dist.device, seed=0)
+    policy = load_policy(cfg.model, ranks.mesh, device=ranks.device, seed=0)
     optimizer = build_optimizer(policy, cfg.optim)
     update_cfg = resolve_layout(cfg.update, cfg.rollout.group_size)
 
     def step() -> None:
-        minibatches = make_minibatches(groups, update_cfg, cfg.advantage, dist)
+        minibatches = make_minibatches(groups, update_cfg, cfg.advantage, ranks)
         for minibatch in minibatches[1:]:
             fill_old_logprobs(policy, minibatch.micros, cfg.loss, cfg.rollout.temperature)
-        fill_advantages(groups, minibatches, cfg.advantage, cfg.loss, dist)
+        fill_advantages(groups, minibatches, cfg.advantage, cfg.loss, ranks)
         for number, minibatch in enumerate(minibatches):
             update_policy(
-                policy, optimizer, minibatch.micros, cfg.loss, cfg.rollout.temperature, cfg.optim.max_grad_norm, dist,
+                policy, optimizer, minibatch.micros, cfg.loss, cfg.rollout.temperature, cfg.optim.max_grad_norm, ranks,
                 is_first=number == 0,
             )  # fmt: skip
 
@@ -198,7 +198,7 @@ def main() -> None:
         return
     num_prompts, repeats = (2, 1) if args.quick else (8, 3)
     cfg = config(args.model, args.train, num_prompts, args.dtype)
-    dist = init()
+    ranks = init_ranks()
     codec = TagsCodec(load_tokenizer(cfg.model.path), tools=cfg.tools.names)
     prompts = load_prompts(args.train)[:num_prompts]
     prompts = tokenize_prompts(prompts, codec.render_prompt, cfg.data.max_prompt_tokens, "drop", args.train)
@@ -208,10 +208,10 @@ def main() -> None:
     for group in groups:
         for i, trajectory in enumerate(group.trajectories):
             trajectory.reward = float(i % 2)
-    update_s = our_update(cfg, dist, groups, repeats)
+    update_s = our_update(cfg, ranks, groups, repeats)
     plain_s = plain_update(cfg, groups, repeats)
     num_row_tokens = sum(len(group.prompt.token_ids) + len(t.token_ids) for group in groups for t in group.trajectories)
-    dist.close()
+    ranks.close()
     ratios = {name: rates["ours"] / rates[name] for name in ("raw", "unread")}
     print(
         f"rollout: ours {rates['ours']:.0f} tokens/s, raw vLLM {rates['raw']:.0f}: {ratios['raw']:.2f}; "

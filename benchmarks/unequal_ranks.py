@@ -27,13 +27,13 @@ import torch
 import torch.multiprocessing as mp
 from transformers import AutoTokenizer
 
-from arpo import ranks
 from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.engine.team import Team
 from arpo.log import Console
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
+from arpo.ranks import init_ranks
 from arpo.sampling.sampler import Sampler
 from arpo.sampling.sources import OneRollout
 from arpo.trajectory import Prompt
@@ -54,7 +54,7 @@ def on_rank(rank: int, port: int, folder: str, quick: bool, results: mp.SimpleQu
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
-    place = ranks.init()
+    place = init_ranks()
     team, codec = Team(place), TagsCodec(AutoTokenizer.from_pretrained(folder))
     cfg = EngineConfig(kv_cache_gib=0.1, max_num_seqs=MAX_NUM_SEQS, gpu_memory_utilization=0.2)
     engine = Engine(folder, cfg, max_model_len=1024, seed=rank)

@@ -30,7 +30,7 @@ from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.model import Policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.model.policy import attention_implementation, reshard_all, shard
-from arpo.ranks import Ranks, init
+from arpo.ranks import Ranks, init_ranks
 from benchmarks.shared.cost_model import Shape
 from benchmarks.shared.shapes import SHAPES, config_of
 
@@ -154,7 +154,7 @@ def main() -> None:
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    ranks = init(shard_size=num_ranks // 2 if args.hsdp else 0)
+    ranks = init_ranks(shard_size=num_ranks // 2 if args.hsdp else 0)
     shape = args.shape or (("0.5b" if args.quick else "1.5b") if on_gpu else "tiny")
     result = measure(shape, ranks, repeats=3 if args.quick else 7, row_tokens=args.row_tokens)
     ranks.close()

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from arpo import ranks
 from arpo.config.load import load_or_exit, run_or_exit
 from arpo.config.model_folder import check_model_folder
 from arpo.data import tokenize_prompts
@@ -22,6 +21,7 @@ from arpo.engine.team import form_team
 from arpo.errors import UserError, printable
 from arpo.evals.prompts import asked_as
 from arpo.options import BranchingConfig
+from arpo.ranks import init_ranks
 from arpo.rollout import Rollout
 from arpo.sampling.driver import Source, drive
 from arpo.sampling.environment import Environment
@@ -46,8 +46,8 @@ def check(cfg: AskConfig) -> None:
 
 def ask(cfg: AskConfig) -> None:
     """Answer the questions of standard input until it ends."""
-    dist = ranks.init()
-    team = form_team(dist, 1, cfg.model.path)
+    ranks = init_ranks()
+    team = form_team(ranks, 1, cfg.model.path)
     env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout)
     codec, system_prompt = env.codec, system_prompt_for(cfg.eval.system_prompt, env.schemas, form=env.codec.format)
     engine = Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed)
@@ -68,7 +68,7 @@ def ask(cfg: AskConfig) -> None:
         printed.end(source.groups[0].trajectories[0])
     env.tools.close()
     engine.close()
-    dist.close()
+    ranks.close()
 
 
 class Printed:

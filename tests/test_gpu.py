@@ -19,7 +19,7 @@ from arpo.model import Policy, load_policy
 from arpo.model.attention import register
 from arpo.model.head import token_logprobs
 from arpo.model.optim import MOMENTS, build_optimizer
-from arpo.ranks import init
+from arpo.ranks import init_ranks
 from arpo.tree import tree_microbatches
 
 pytestmark = MARKS
@@ -29,7 +29,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 
 @pytest.fixture(scope="module")
 def ranks():
-    ranks = init()
+    ranks = init_ranks()
     yield ranks
     ranks.close()
 

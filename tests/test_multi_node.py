@@ -25,15 +25,14 @@ import ctypes, os, pathlib, signal, sys, time
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
-from arpo import ranks
-from arpo.ranks import peers
+from arpo.ranks import init_ranks, peers
 
 folder, wait_s, silence_s, mood = pathlib.Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 rank, attempt = os.environ["RANK"], len(list(folder.glob(f"started{os.environ['RANK']}*")))
 (folder / f"started{rank}.{attempt}").write_text(str(os.getpid()))
 if mood == "rank 0 is late" and rank == "0":
     time.sleep(5)
-ranks = ranks.init(wait_s / 60, silence_s)
+ranks = init_ranks(wait_s / 60, silence_s)
 (folder / f"joined{rank}.{attempt}").write_text(str(os.getpid()))
 
 def rest():

@@ -93,23 +93,23 @@ class TrainedCritic:
 
     @classmethod
     def load(
-        cls, model: ModelConfig, cfg: OptimConfig, num_updates: int, dist: Ranks, *, max_model_len: int = 0
+        cls, model: ModelConfig, cfg: OptimConfig, num_updates: int, ranks: Ranks, *, max_model_len: int = 0
     ) -> TrainedCritic:
         """Load it, see `load_critic`. Collective."""
-        critic = load_critic(model, dist.mesh, device=dist.device, max_model_len=max_model_len)
+        critic = load_critic(model, ranks.mesh, device=ranks.device, max_model_len=max_model_len)
         return cls(critic, build_optimizer(critic, cfg), cfg, num_updates)
 
-    def update(self, micros: list[MicroBatch], update: int, dist: Ranks) -> Metrics:
+    def update(self, micros: list[MicroBatch], update: int, ranks: Ranks) -> Metrics:
         """Do optimizer step `update` (from 0) of the run on a global mini-batch, of which `micros` are this rank's
         part."""
         set_learning_rate(self.optimizer, update, self.num_updates, self.cfg)
         metrics = Metrics()
-        [num_tokens] = dist.all_reduce_sum(sum(micro.num_loss_tokens for micro in micros))
+        [num_tokens] = ranks.all_reduce_sum(sum(micro.num_loss_tokens for micro in micros))
         for micro in accumulating(self.model, micros):
             loss, loss_metrics = value_loss(
                 self.model(micro), micro.old_values, micro.returns, micro.loss_mask, denominator=num_tokens
             )
-            (loss * dist.world_size).backward()  # FSDP2 averages gradients over ranks
+            (loss * ranks.world_size).backward()  # FSDP2 averages gradients over ranks
             metrics.merge(loss_metrics, prefix="critic/")
         metrics.mean("critic/grad_norm", clip_grad_norm(self.model, self.cfg.max_grad_norm))
         self.optimizer.step()

@@ -142,7 +142,7 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def init(
+def init_ranks(
     timeout_minutes: float = 60.0, silence_s: float = 300.0, shard_size: int = 0, context_parallel: int = 1
 ) -> Ranks:
     """Join the process group of torchrun's environment, or make one of a single rank.

@@ -85,7 +85,7 @@ class ConversationRows(Sequence):
         return Row(prompt_ids=token_ids[:first], response_ids=token_ids[first:], loss_mask=loss_mask[first:])
 
 
-def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dist: Ranks) -> ConversationRows:
+def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, ranks: Ranks) -> ConversationRows:
     """Turn the conversations of `path` into rows of at most `cfg.max_tokens`, in file order, kept in `folder`.
 
     A collective operation: each rank tokenises its part of the file, into a folder that all ranks see. Rows that are
@@ -94,8 +94,8 @@ def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, d
     """
     cfg = replace(cfg, system_prompt=system_prompt_for(cfg.system_prompt, cfg.tools, form=codec.format))
     origin = _origin(Path(path), cfg, codec)
-    if not dist.all_gather_objects(dist.is_main and _is_there(folder, origin))[0]:
-        _build(path, cfg, codec, folder, dist, origin)
+    if not ranks.all_gather_objects(ranks.is_main and _is_there(folder, origin))[0]:
+        _build(path, cfg, codec, folder, ranks, origin)
     rows = ConversationRows(folder)
     logger.info(
         "%s: %d conversations, %d tokens; longer than %d: %d left out (%s)",
@@ -107,20 +107,20 @@ def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, d
     return rows
 
 
-def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dist: Ranks, origin: dict) -> None:
+def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, ranks: Ranks, origin: dict) -> None:
     logger.info("tokenising %s", path)
     building = folder.with_name(f"{folder.name}.building")
-    if dist.is_main:
+    if ranks.is_main:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
-    dist.barrier()
+    ranks.barrier()
     try:
-        part = dist.together(lambda: _write_part(path, cfg, codec, building, dist))
-        parts = dist.all_gather_objects(part)
+        part = ranks.together(lambda: _write_part(path, cfg, codec, building, ranks))
+        parts = ranks.all_gather_objects(part)
         overlong = [entry for part in parts for entry in part.overlong]
         if not any(part.lengths for part in parts):
             raise UserError(f"{path}: {_why_none(cfg, overlong)}")
-        if dist.is_main:
+        if ranks.is_main:
             manifest = {
                 "origin": origin,
                 "rows_per_part": [len(part.lengths) for part in parts],
@@ -133,9 +133,9 @@ def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dis
             shutil.rmtree(folder, ignore_errors=True)
             building.rename(folder)
     finally:
-        if dist.is_main:
+        if ranks.is_main:
             shutil.rmtree(building, ignore_errors=True)
-    dist.barrier()
+    ranks.barrier()
 
 
 class _Part(NamedTuple):
@@ -150,16 +150,16 @@ def _part(folder: Path, number: int) -> Path:
     return folder / f"part_{number:05d}.bin"
 
 
-def _write_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, dist: Ranks) -> _Part:
+def _write_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, ranks: Ranks) -> _Part:
     """Write this rank's tokens. Raises UserError for a bad conversation."""
     part = _Part(array("i"), [], Counter())
     parse = form_of(codec.format).parse_row
-    conversations = read_conversations(path, part=dist.rank, num_parts=dist.world_size, parse=parse)
-    silent = None if dist.is_main else True  # None = unless it is a terminal
+    conversations = read_conversations(path, part=ranks.rank, num_parts=ranks.world_size, parse=parse)
+    silent = None if ranks.is_main else True  # None = unless it is a terminal
     try:
-        with _part(folder, dist.rank).open("wb") as file:
+        with _part(folder, ranks.rank).open("wb") as file:
             for place, conversation in tqdm(
-                conversations, f"tokenising on rank {dist.rank}", leave=False, disable=silent
+                conversations, f"tokenising on rank {ranks.rank}", leave=False, disable=silent
             ):
                 rendered = render_row(conversation, cfg, codec, place)
                 part.defects.update(_defects(conversation, codec))

@@ -31,7 +31,7 @@ from arpo.config.sections import EngineConfig, ModelConfig, OptimConfig
 from arpo.engine import Engine, SamplingSpec
 from arpo.engine.weight_sync import expected_parameters
 from arpo.model.optim import build_optimizer, clip_grad_norm
-from arpo.ranks import Ranks, init
+from arpo.ranks import Ranks, init_ranks
 from arpo.start.memory import engine_memory
 from benchmarks.shared.shapes import SHAPES, write_config
 from benchmarks.update_mfu import build_policy, one_micro
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--trained", choices=SHAPES, help="default: the same")
     parser.add_argument("--utilization", type=float, default=0.7, help="vLLM's share of the GPU")
     args = parser.parse_args()
-    ranks = init()
+    ranks = init_ranks()
     with tempfile.TemporaryDirectory() as folder:
         write_config(folder, SHAPES[args.shape])
         result = measure(ranks, folder, args)

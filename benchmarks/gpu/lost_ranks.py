@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from arpo.ranks import init
+from arpo.ranks import init_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SILENCE_S, WAIT_S, START_S = 10.0, 30.0, 240.0
@@ -41,7 +41,7 @@ CASES = {
 
 def work(folder: Path) -> None:
     """Be a rank."""
-    ranks = init(WAIT_S / 60, SILENCE_S)
+    ranks = init_ranks(WAIT_S / 60, SILENCE_S)
     tensor, is_last = torch.ones(1 << 20, device=ranks.device), ranks.rank == ranks.world_size - 1
     for number in range(1_000_000):
         if is_last and (folder / "stay away").exists():

@@ -97,8 +97,8 @@ class Sampling:
 
     def __init__(self, model: str, questions: str, folder: Path, dtype: str):
         """Load the model; its configuration is that of training."""
-        from arpo import ranks
         from arpo.engine.team import form_team
+        from arpo.ranks import init_ranks
         from arpo.sampling.environment import Environment
         from train_rl import RLConfig
 
@@ -106,8 +106,8 @@ class Sampling:
         files = ["configs/llm_arpo.yaml", "configs/llm_long.yaml"]
         self.configs = {arm: load_config(RLConfig, [*files, *flags, *flags_of(arm)]) for arm in ARMS}
         self.folder, cfg = folder, self.configs["grpo"]
-        self.dist = ranks.init()
-        team = form_team(self.dist, 1, model)
+        self.ranks = init_ranks()
+        team = form_team(self.ranks, 1, model)
         self.env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout)
         self.prompts = self.env.prompts(questions, cfg.data)
         self.engine = Engine(model, cfg.engine, max_model_len=cfg.max_model_len, seed=0)

@@ -139,14 +139,14 @@ import sys, time
 from helpers.saving import begin
 from arpo.config.load import run_or_exit
 from arpo.errors import UserError
-from arpo.ranks import init
+from arpo.ranks import init_ranks
 
 def slowly(name, args):
     if name == "open" and str(args[0]).endswith(".distcp"):
         time.sleep(1)
 
 def main(argv):
-    saver, _ = begin(init(), *argv, async_save=True)
+    saver, _ = begin(init_ranks(), *argv, async_save=True)
     sys.addaudithook(slowly)
     saver.save(1, is_final=False)
     raise UserError("the gradient is not finite")

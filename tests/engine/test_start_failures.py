@@ -95,15 +95,15 @@ def test_a_bug_stays_a_bug_and_a_lost_peer_one():
 
 WORKER = """
 import sys
-from arpo import ranks
+from arpo.ranks import init_ranks
 from arpo.config.load import run_or_exit
 from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.errors import UserError
 
 def main(model):
-    dist = ranks.init()
-    if dist.rank == 1:
+    ranks = init_ranks()
+    if ranks.rank == 1:
         raise UserError("the GPU's memory is full")
     Engine(model, EngineConfig(dtype="float32", kv_cache_gib=0.03), max_model_len=64, seed=0)
 

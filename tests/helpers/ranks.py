@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from arpo.ranks import Ranks, init
+from arpo.ranks import Ranks, init_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 900.0
@@ -85,7 +85,7 @@ def start_ranks(world_size: int, body: Callable[..., Any], *args: Any, folder: s
 
 def _rank(rank: int, world_size: int, port: int, folder: str, body: Callable[..., Any], args: tuple) -> None:
     take_place(rank, world_size, port)
-    ranks = init(timeout_minutes=10)
+    ranks = init_ranks(timeout_minutes=10)
     value = body(ranks, *args)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(value))
     ranks.close()

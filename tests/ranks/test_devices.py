@@ -86,12 +86,12 @@ def test_more_ranks_than_gpus_are_refused(machine, monkeypatch):
 
 SCRIPT = """
 import os, torch
-from arpo import ranks
+from arpo.ranks import init_ranks
 from arpo.config.load import run_or_exit
 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 os.environ["PATH"] = os.path.dirname(__file__)
 torch.version.cuda = "13.0"
-run_or_exit(lambda _: ranks.init(), None)
+run_or_exit(lambda _: init_ranks(), None)
 """
 
 

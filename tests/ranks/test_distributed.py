@@ -22,7 +22,6 @@ from helpers.processes import is_running
 from helpers.ranks import PATIENCE_S, ROOT, mesh_of_one, run_ranks
 from torch.distributed.tensor import DTensor
 
-from arpo import ranks
 from arpo.batch import Row, microbatches
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.engine.team import form_team
@@ -33,6 +32,7 @@ from arpo.metrics import Metrics
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.model.policy import accumulating
+from arpo.ranks import init_ranks
 from arpo.ranks.peers import nccl_backends, where
 from arpo.ranks.ranks import Timers, _log_once_per_node, make_group, make_mesh, seed_everything
 
@@ -335,8 +335,8 @@ def test_seeds_differ_between_ranks_and_repeat(helped):
 
 WORKER = """
 import os, pathlib, sys, time
-from arpo import ranks
-ranks = ranks.init()
+from arpo.ranks import init_ranks
+ranks = init_ranks()
 pathlib.Path(sys.argv[1], str(ranks.rank)).write_text(str(os.getpid()))
 time.sleep(600)
 """
@@ -401,7 +401,7 @@ def test_the_wait_for_the_slowest_rank_is_the_same_number_everywhere():
 
 
 def init_again(_) -> bool:
-    ranks.init().close()
+    init_ranks().close()
     return dist.is_initialized()
 
 

@@ -182,19 +182,19 @@ def test_a_large_file_is_tokenised_and_read_in_little_memory(tmp_path):
         "import resource, sys; from pathlib import Path\n"
         "sys.path.insert(0, 'tests')\n"
         "from helpers.models import build_tiny_tokenizer\n"
-        "from arpo import ranks\n"
+        "from arpo.ranks import init_ranks\n"
         "from arpo.config.sections import SFTDataConfig\n"
         "from arpo.protocol import TagsCodec\n"
         "from arpo.sft.token_store import tokenise\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "dist, codec = ranks.init(), TagsCodec(build_tiny_tokenizer())\n"
+        "ranks, codec = init_ranks(), TagsCodec(build_tiny_tokenizer())\n"
         "cfg = SFTDataConfig(train='x', max_tokens=500)\n"
         "def run(file, folder):\n"
-        "    rows = tokenise(file, cfg, codec, Path(folder), dist)\n"
+        "    rows = tokenise(file, cfg, codec, Path(folder), ranks)\n"
         "    return len(rows), sum(rows[i].num_tokens for i in range(0, len(rows), 97))\n"
         "run(sys.argv[2], sys.argv[2] + '.rows')\n"  # all that is imported late
         "before = peak(); num, _ = run(sys.argv[1], sys.argv[1] + '.rows'); print(num, peak() - before)\n"
-        "dist.close()"
+        "ranks.close()"
     )
     small = write_jsonl(tmp_path / "small.jsonl", rows[:200])
     done = subprocess.run(
