@@ -136,6 +136,7 @@ test-downloads: setup  # the GPU: what pip resolves, and our engine against the 
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) scripts/language.py
 
 bench: setup
 	set -e; for script in $(filter-out benchmarks/gpu_report.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(PY) $$script --quick; done

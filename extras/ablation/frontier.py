@@ -1,6 +1,10 @@
 """Best forks against best GRPO: the tool calls that each rule needs, at the group size, roots and rate that suit it.
 
-    python -m extras.ablation.frontier --dir runs/frontier --worlds rare steps --parallel 2
+    python -m extras.ablation.frontier --dir runs/frontier --worlds signal steps --parallel 2
+
+    python -m extras.ablation.frontier --worlds signal --settings grpo_g4_x1 top_h_g8_r2_x1 my_rules.py:deep_g8_r2_x1
+
+The second form compares settings that you name, also with a rule of your own file: NAME_gGROUP_rROOTS_xRATE.
 
 Each world is a variant of the demo's task `long`. Stage 1 looks for the best settings of GRPO and of top_h, on seeds of
 its own; the other rules take over top_h's. Stage 2 compares the rules on fresh seeds, to the end of the runs. Every run
@@ -89,7 +93,10 @@ def main() -> None:
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument(
-        "--settings", type=Setting.named, nargs="+", help="compare these, and tune none: grpo_g8_x1 ..."
+        "--settings",
+        type=Setting.named,
+        nargs="+",
+        help="compare these, and tune none: grpo_g8_x1 top_h_g8_r2_x1 FILE.py:NAME_g8_r2_x1",
     )
     parser.add_argument("--group_sizes", type=int, nargs="+", default=list(GROUP_SIZES), help="those to try")
     parser.add_argument("--tuning_seeds", type=int, nargs="+", default=list(TUNING_SEEDS))

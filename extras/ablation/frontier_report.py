@@ -27,10 +27,15 @@ def setting_of(line: dict) -> Setting:
 def by_setting(lines: Sequence[dict]) -> Comparison:
     """Group runs by setting, in the order of RULES, then from large groups to small."""
     found: Comparison = {}
-    order = list(RULES)
-    for line in sorted(lines, key=lambda line: (order.index(line["rule"]), -line["group_size"], line["rate"])):
+    for line in sorted(lines, key=lambda line: (rank_of(line["rule"]), -line["group_size"], line["rate"])):
         found.setdefault(setting_of(line), {})[line["seed"]] = line
     return found
+
+
+def rank_of(rule: str) -> tuple[int, str]:
+    """Return the key that sorts rules: the package's in the order of RULES, then custom ones by name."""
+    order = list(RULES)
+    return (order.index(rule) if rule in order else len(order), rule)
 
 
 def strongest_rival(runs: Comparison) -> Setting | None:
@@ -106,7 +111,7 @@ def comparison(runs: Comparison, reference: Setting) -> list[str]:
         accuracies = [line["curve"]["trail"][-1] for line in lines]
         p = None if setting == reference else rank_test(of_setting, runs[reference])
         rows.append([
-            setting.name,
+            setting.folder_name,
             str(len(lines)),
             str(len(lines) - len(known)),
             f"{fmean(known):,.0f}" if known else "",
@@ -128,12 +133,12 @@ def settings_tried(runs: Comparison) -> list[str]:
     reference = min((value for setting, value in costs.items() if setting.rule in RIVALS), default=math.nan)
     rows = [
         [
-            setting.name,
+            setting.folder_name,
             str(len(runs[setting])),
             f"{value / reference:.2f}",
             str(sum(cost(run) is None for run in runs[setting].values())),
         ]
-        for setting, value in sorted(costs.items(), key=lambda item: (list(RULES).index(item[0].rule), item[1]))
+        for setting, value in sorted(costs.items(), key=lambda item: (rank_of(item[0].rule), item[1]))
     ]
     return markdown_table(["setting", "runs", "calls, of the best GRPO's", "ended before they had learnt"], rows)
 
@@ -161,12 +166,13 @@ def draw(runs: Comparison, reference: Setting, path: Path) -> None:
     panels: list[tuple[str, float | None, dict]] = []
     for what in ("calls", "tokens"):
         cells = {
-            setting.name: ratios(of_setting, runs[reference], what) or None for setting, of_setting in runs.items()
+            setting.folder_name: ratios(of_setting, runs[reference], what) or None
+            for setting, of_setting in runs.items()
         }
-        cells[reference.name] = {"mean": 1.0}
+        cells[reference.folder_name] = {"mean": 1.0}
         panels.append((f"{COSTS[what]} to {TARGET:.0%} right moves\nrelative to {reference.name}", 1.0, cells))
     ends = {
-        setting.name: estimate([line["curve"]["trail"][-1] for line in of_setting.values()])
+        setting.folder_name: estimate([line["curve"]["trail"][-1] for line in of_setting.values()])
         for setting, of_setting in runs.items()
     }
     panels.append(("accuracy at the end", None, ends))

@@ -74,6 +74,11 @@ the entropies. It comes after top_h."""
 WITHOUT_ROOTS = ("grpo", "grpo_keep", "aepo")
 
 
+def is_custom(rule: str) -> bool:
+    """Return whether a rule is a branching rule or selector of the user's file: FILE.py:NAME."""
+    return ".py:" in rule
+
+
 @dataclass(frozen=True)
 class Setting:
     """The rule, group size, roots and learning rate of a run."""
@@ -90,19 +95,41 @@ class Setting:
         roots = "" if self.rule in WITHOUT_ROOTS else f"_r{self.num_roots}"
         return f"{self.rule}_g{self.group_size}{roots}_x{self.rate:g}"
 
+    @property
+    def folder_name(self) -> str:
+        """The name without the folders of a custom rule's file. "a/rules.py:deep_g8_r2_x1" -> "deep_g8_r2_x1" """
+        return self.name.rpartition(":")[2]
+
     @staticmethod
     def named(name: str) -> Setting:
-        """Return the setting of a name. "top_h_g8_r2_x1" -> top_h, groups of 8 with 2 roots, rate 1. ValueError."""
-        found = re.fullmatch(r"(\w+?)_g(\d+)(?:_r(\d+))?_x([\d.]+)", name)
-        if not found or found[1] not in RULES or (found[3] is None) != (found[1] in WITHOUT_ROOTS):
-            raise ValueError(f"{name!r} is no setting; write it like grpo_g8_x1 or top_h_g8_r2_x1")
-        return Setting(found[1], int(found[2]), int(found[3] or found[2]), float(found[4]))
+        """Return the setting of a name. Raises ValueError.
+
+        "top_h_g8_r2_x1" -> top_h, groups of 8 with 2 roots, rate 1.
+        "rules.py:deep_g8_r2_x1" -> the same with `deep` of rules.py as branching.selector.
+        """
+        match = re.fullmatch(r"(\w+?|\S+\.py:\w+?)_g(\d+)(?:_r(\d+))?_x([\d.]+)", name)
+        if not match:
+            raise ValueError(
+                f"{name!r} is no setting; write it like grpo_g8_x1, top_h_g8_r2_x1 or FILE.py:NAME_g8_r2_x1"
+            )
+        rule, group_size, num_roots, rate = match.groups()
+        if rule not in RULES and not is_custom(rule):
+            raise ValueError(f"{rule!r} is no rule; the rules are {', '.join(RULES)}, and FILE.py:NAME")
+        if (num_roots is None) != (rule in WITHOUT_ROOTS):
+            raise ValueError(f"{name!r}: {rule} has {'no' if num_roots else 'a'} number of roots (_rN)")
+        if is_custom(rule):
+            file, _, function = rule.rpartition(":")
+            if not Path(file).is_file():
+                raise ValueError(f"{name!r}: there is no file {file}")
+            rule = f"{Path(file).resolve()}:{function}"
+        return Setting(rule, int(group_size), int(num_roots or group_size), float(rate))
 
     @property
     def flags(self) -> list[str]:
         roots = [] if self.rule in WITHOUT_ROOTS else ["--branching.num_initial_rollouts", str(self.num_roots)]
         rate = ["--optim.lr", str(7e-4 * self.rate)]
-        return [*RULES[self.rule], *roots, "--rollout.group_size", str(self.group_size), *rate]
+        selector = ["--branching.selector", self.rule] if is_custom(self.rule) else RULES[self.rule]
+        return [*selector, *roots, "--rollout.group_size", str(self.group_size), *rate]
 
 
 def step_learnt(curve: Mapping[str, Sequence[float]]) -> int | None:
@@ -231,7 +258,7 @@ class Runs:
                 cost(line) for line in self.lines if is_of(line, {"world": world, "seed": seed, "rule": setting.rule})
             ]
         best = min(filter(None, known), default=math.inf)
-        name = f"{setting.name}_seed{seed}_{stage}"
+        name = f"{setting.folder_name}_seed{seed}_{stage}"
         folder = self.folder / world / name
         shutil.rmtree(folder, ignore_errors=True)
         positions = self.folder / world / f"positions_seed{seed}.json"

@@ -132,10 +132,29 @@ def test_a_setting_is_known_by_its_name(name):
     assert Setting.named(name).name == name
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo_g8_r2_x1", "top_h_g8_x1", "best_g8_x1"])
-def test_what_is_no_setting_is_refused(name):
-    with pytest.raises(ValueError, match="is no setting"):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("grpo", "'grpo' is no setting"),
+        ("grpo_g8_r2_x1", "grpo has no number of roots"),
+        ("top_h_g8_x1", "top_h has a number of roots"),
+        ("best_g8_x1", "'best' is no rule"),
+        ("none.py:deep_g8_r2_x1", "there is no file none.py"),
+    ],
+)
+def test_what_is_no_setting_is_refused(name, reason):
+    with pytest.raises(ValueError, match=reason):
         Setting.named(name)
+
+
+DEEP = """
+from arpo.retrospective import Fork
+
+def last_turn(group, budget, cfg, rng):
+    \"\"\"Fork each finished trajectory at its last turn.\"\"\"
+    ends = [(t, len(t.turns) - 1) for t in group.trajectories if len(t.turns) > 1]
+    return [Fork(t.trajectory_id, turn, None) for t, turn in ends[:budget]]
+"""
 
 
 @pytest.mark.parametrize(("world", "heading"), [("signal", "### Limited by signal"), ("steps", "### Limited by steps")])
@@ -171,6 +190,15 @@ def test_a_run_is_made_once_and_its_line_has_what_the_report_needs(tmp_path, mon
     assert (tmp_path / "steps/positions_seed0.json").exists() and not list((tmp_path / "steps").glob("top_h*"))
     again = Runs(tmp_path, parallel=1)
     assert again.run("steps", setting, 0, 1) == line and len((tmp_path / "results.jsonl").read_text().splitlines()) == 1
+
+    # a rule of a user's file is an arm like the others
+    (tmp_path / "rules.py").write_text(DEEP)
+    monkeypatch.chdir(tmp_path)
+    line = again.run("steps", Setting.named("rules.py:last_turn_g4_r2_x1"), 0, 2)
+    assert len(line["curve"]["calls"]) == 2 and line["rule"] == f"{tmp_path / 'rules.py'}:last_turn"
+    again.run("steps", Setting("grpo", 3, 3, 2), 0, 2)
+    write_report(again.lines, tmp_path)
+    assert "| last_turn_g4_r2_x1 | 1 |" in (tmp_path / "TABLE.md").read_text()
 
 
 def chain(name: str, num_turns: int) -> Trajectory:
