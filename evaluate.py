@@ -13,16 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from arpo.config.checks import check_context, check_result_room
 from arpo.config.evals import EvalSection, JudgeConfig
-from arpo.config.load import load_or_exit, run_or_exit
 from arpo.config.named import definition_of, find, is_own
 from arpo.config.rewards import RewardConfig
 from arpo.config.sections import EngineConfig, ModelConfig, ProtocolConfig, RunConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import refuse, require
+from arpo.evals.inputs import check_evaluation
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.start.inputs import check_evaluation
+from arpo.start.checks import check_context, check_result_room
+from arpo.start.load import load_or_exit, run_or_exit
 
 
 @dataclass(frozen=True)

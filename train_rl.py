@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from arpo.config import checks
-from arpo.config.load import load_or_exit, run_or_exit
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.sections import (
     DataConfig,
@@ -27,7 +25,9 @@ from arpo.config.sections import (
 from arpo.config.tools import ToolsConfig
 from arpo.errors import refuse
 from arpo.options import AdvantageConfig, BranchingConfig, CriticConfig, LossConfig, RolloutConfig
+from arpo.start import checks
 from arpo.start.inputs import check_rl
+from arpo.start.load import load_or_exit, run_or_exit
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from arpo.config.load import load_or_exit, run_or_exit
 from arpo.config.sections import ModelConfig, OptimConfig, ProtocolConfig, RunConfig, SFTDataConfig
 from arpo.errors import require
-from arpo.start.inputs import check_sft
+from arpo.sft.inputs import check_sft
+from arpo.start.load import load_or_exit, run_or_exit
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.nn.functional import log_softmax
 
-from arpo.config.load import load_config
+from arpo.config.exits import exit_with
 from arpo.data import load_prompts, tokenize_prompts
 from arpo.engine import Engine
 from arpo.errors import UserError
@@ -45,7 +45,7 @@ from arpo.model.optim import build_optimizer
 from arpo.protocol import Codec, TagsCodec
 from arpo.ranks import Ranks, init_ranks
 from arpo.sampling.sampler import rollout
-from arpo.start.exits import exit_with
+from arpo.start.load import load_config
 from arpo.tools import make_tools
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, Prompt, Trajectory

@@ -25,9 +25,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arpo.config.load import run_or_exit
 from arpo.errors import UserError
 from arpo.options import RolloutConfig
+from arpo.start.load import run_or_exit
 from arpo.start.memory import FP32, GIB
 from benchmarks.shared.cost_model import (
     MODELS,
@@ -74,7 +74,7 @@ def table(models: dict[str, Shape], work: Workload, hw: Hardware, all_nodes: lis
 
 def from_config(paths: list[str]) -> tuple[str, Workload]:
     """(model path, what the files say of the step). Raises UserError like train_rl.py."""
-    from arpo.config.load import load_config
+    from arpo.start.load import load_config
     from arpo.update import first_update_computes_old_logprobs
     from train_rl import RLConfig
 

@@ -13,9 +13,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from arpo.config.load import load_or_exit, run_or_exit
-from arpo.config.model_folder import check_model_folder
 from arpo.data import tokenize_prompts
+from arpo.data.model_folder import check_model_folder
 from arpo.engine import Engine
 from arpo.engine.team import form_team
 from arpo.errors import UserError, printable
@@ -25,6 +24,7 @@ from arpo.ranks import init_ranks
 from arpo.rollout import Rollout
 from arpo.sampling.driver import Source, drive
 from arpo.sampling.environment import Environment
+from arpo.start.load import load_or_exit, run_or_exit
 from arpo.tools import system_prompt_for
 from arpo.trajectory import Prompt, Trajectory
 from evaluate import EvalConfig

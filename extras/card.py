@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from arpo import options
+from arpo.config.exits import exit_with
 from arpo.config.named import is_own
 from arpo.config.rewards import TrainingRewardConfig
-from arpo.config.run_folder import settings_of
 from arpo.config.sections import OptimConfig, UpdateConfig
 from arpo.data.hub import hub_name, parse
 from arpo.errors import UserError
-from arpo.start.exits import exit_with
+from arpo.log.settings import settings_of
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from arpo.config.load import run_or_exit
 from arpo.errors import UserError
 from arpo.evals import bootstrap_means, interval_of, mean
 from arpo.evals.records import grades_path, read_grades
 from arpo.evals.scores import correct_by_question, ks_of, pass_values
 from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
+from arpo.start.load import run_or_exit
 
 ByQuestion = dict[str, list[float]]
 """Question -> `correct` of its samples."""

@@ -19,11 +19,11 @@ from arpo.checkpoint.checkpoints import errors_of_all_ranks, verify
 from arpo.checkpoint.export import source_dtype, write_hf
 from arpo.checkpoint.safe_reader import SafeReader
 from arpo.config.bounded import read_yaml
+from arpo.config.exits import exit_with
 from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model import lora
 from arpo.model.loading import build_on_meta, materialize, read_weights
-from arpo.start.exits import exit_with
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, model: str = "", adapter: bool = False) -> None:

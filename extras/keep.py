@@ -13,6 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
+from arpo.config.exits import exit_with
 from arpo.data import load_prompts, read_rows
 from arpo.errors import UserError
 from arpo.evals import mean
@@ -20,7 +21,6 @@ from arpo.evals.grading import question_digest
 from arpo.evals.records import grades_path, read_grades
 from arpo.evals.scores import correct_by_question
 from arpo.evals.tables import replace_file
-from arpo.start.exits import exit_with
 
 
 def keep(run: Path, data: Path, out: Path, low: float = 0.01, high: float = 0.99) -> str:

@@ -19,8 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from arpo.config.exits import exit_with
 from arpo.errors import UserError
-from arpo.start.exits import exit_with
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS = ("--nproc_per_node", "--nproc-per-node")

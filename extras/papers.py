@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from arpo.config.load import run_or_exit
 from arpo.evals.scores import Scores
 from arpo.evals.tables import Table, markdown_report
+from arpo.start.load import run_or_exit
 from extras.compare import scores_of
 
 SOURCES = (

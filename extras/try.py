@@ -22,16 +22,16 @@ from typing import Any
 
 from arpo.advantages import GroupEvidence, assign_advantages, token_advantages
 from arpo.branching import Evidence, decide
+from arpo.config.exits import exit_with
 from arpo.config.named import find, is_own
-from arpo.config.run_folder import begun_settings
 from arpo.errors import UserError, printable
 from arpo.evals import mean
 from arpo.log.dumps import read_dump
+from arpo.log.settings import begun_settings
 from arpo.options import AdvantageConfig, BranchingConfig, is_retrospective
 from arpo.retrospective import chosen_forks
 from arpo.rewards.custom import ALL, ONE, custom_results, load_custom
 from arpo.selection import teaching
-from arpo.start.exits import exit_with
 from arpo.start.trial import evidence_of
 from arpo.trajectory import Group, Prompt, Trajectory
 

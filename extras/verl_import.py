@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from arpo.checkpoint.export import source_dtype, write_hf
+from arpo.config.exits import exit_with
 from arpo.errors import UserError
 from arpo.model.loading import build_on_meta
-from arpo.start.exits import exit_with
 
 FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 SAFE_CLASSES = [DTensor, DTensorSpec, TensorMeta, DeviceMesh, Shard, Replicate, Partial]

@@ -17,8 +17,8 @@ from arpo.branching import (
     upstream_branch_probability,
     upstream_turn_entropy,
 )
-from arpo.config.checks import forecast
 from arpo.options import PER_NAT, RELEASED_WEIGHT, BranchingConfig, RolloutConfig
+from arpo.start.checks import forecast
 from arpo.trajectory import BranchDecision
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from helpers.sample_groups import group
 
-from arpo.config.load import field_names
+from arpo.config.keys import field_names
 from arpo.metrics import rollout_metrics
 from evaluate import EvalConfig
 from extras.ablation.config import AblationConfig

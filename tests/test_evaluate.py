@@ -23,10 +23,10 @@ from helpers.vllm_serve import SERVER
 from helpers.web_service import WebService, says
 
 import evaluate
-from arpo.config.load import load_config
 from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.records import read_records
+from arpo.start.load import load_config
 
 FLAGS = {
     "eval.benchmarks": "all", "eval.num_samples": "2", "eval.max_prompt_tokens": "2500", "tools.names": "python",

@@ -15,7 +15,6 @@ from helpers.scripted_rollout import ANSWER, CALL, play
 from helpers.toy_run import build_toy_world, train
 
 from arpo.advantages import assign_advantages, token_advantages
-from arpo.config.load import load_config
 from arpo.config.rewards import RewardConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
@@ -30,6 +29,7 @@ from arpo.protocol import TagsCodec
 from arpo.rewards import load_custom, score_groups
 from arpo.rewards.terms import load_terms
 from arpo.sampling.sampler import rollout
+from arpo.start.load import load_config
 from arpo.tools import make_tools, system_prompt_for, tool_schemas
 from arpo.tools.base import ToolRunner
 from arpo.tools.interface import answer
@@ -62,7 +62,7 @@ def test_a_loss_is_one_file_and_one_flag(tmp_path):
 
 USE_SAPO = """
 import torch
-from arpo.config.load import load_config
+from arpo.start.load import load_config
 from arpo.errors import UserError
 from arpo.losses import LossInputs, policy_loss
 from train_rl import RLConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from arpo.config.load import load_config
 from arpo.data.hub import TRAIN_FILES
+from arpo.start.load import load_config
 from arpo.start.memory import GIB, Job, misfits
 from benchmarks.scaling import from_config
 from benchmarks.shared.cost_model import Memory, Shape, memory_of_job, seconds

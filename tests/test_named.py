@@ -14,11 +14,11 @@ from helpers.sample_groups import group as sample_group
 
 from arpo import branching, losses, rollout_correction
 from arpo.advantages import FROM_REWARDS, TREE_CREDITS, assign_advantages, token_advantages
-from arpo.config.load import load_config
 from arpo.config.named import check_name, find, is_own, names_of
 from arpo.errors import UserError
 from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, is_retrospective
 from arpo.start.inputs import check_rl
+from arpo.start.load import load_config
 from train_rl import RLConfig
 
 DICTS = [

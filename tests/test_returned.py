@@ -17,7 +17,6 @@ from helpers.toy_run import build_toy_world
 from arpo.advantages import assign_advantages, token_advantages
 from arpo.batch import MicroBatch
 from arpo.branching import Evidence, decide
-from arpo.config.load import load_config
 from arpo.config.named import find
 from arpo.config.returned import number, numbers, shown, whole_text
 from arpo.config.rewards import RewardConfig
@@ -27,6 +26,7 @@ from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutCo
 from arpo.protocol import form_of
 from arpo.retrospective import chosen_forks
 from arpo.rewards import load_custom, score_groups
+from arpo.start.load import load_config
 from arpo.start.trial import made_up_group, try_context, try_functions
 from arpo.tools.base import ToolResult
 from arpo.trajectory import Group, Prompt, Trajectory

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from arpo.checkpoint.checkpoints import NotWritten
-from arpo.config.model_folder import weight_files
 from arpo.data.hub import model_folder
+from arpo.data.model_folder import weight_files
 from arpo.engine.weight_sync import full_tensors
 from arpo.model import Policy
 from arpo.model.loading import OTHER_PARTS, folder_name

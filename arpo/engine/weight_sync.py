@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from arpo.config.model_folder import INDEX, weight_files
+from arpo.data.model_folder import INDEX, weight_files
 from arpo.errors import UserError
 from arpo.model.loading import (
     HEAD,

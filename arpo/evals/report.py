@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from arpo.config.rewards import RewardConfig
-from arpo.config.run_folder import begun_settings, settings_of
 from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS
 from arpo.evals.grading import REWARD_ONLY, grade_records
@@ -19,6 +18,7 @@ from arpo.evals.records import Grade, Record, grades_path, read_records, write_g
 from arpo.evals.resume import about_run
 from arpo.evals.scores import MEANS, MUTED, Scores, averages, benchmark_scores
 from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
+from arpo.log.settings import begun_settings, settings_of
 from arpo.rewards import load_custom
 
 JUDGE_REASONS = {

@@ -1,6 +1,6 @@
 """Continuing a run folder, which needs the settings with which it was begun; and what is on record of its starts.
 
-RUN/config.yaml        the settings, with digests of the files that they name (config/run_folder.py)
+RUN/config.yaml        the settings, with digests of the files that they name (log/settings.py)
 RUN/sessions.jsonl     each start that had something to sample: date, code, command, and what was left out
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 from arpo.config.bounded import parse_json, read_file
 from arpo.config.contents import NOT_RECORDED, contents_of, start_of
 from arpo.config.facts import decides_sampling
-from arpo.config.run_folder import CONFIG, CONTENTS, SESSIONS, changes, save_config, settings_of
 from arpo.errors import UserError
 from arpo.evals.records import FOLDER, Record
+from arpo.log.settings import CONFIG, CONTENTS, SESSIONS, changes, save_config, settings_of
 from arpo.trajectory import Prompt
 
 DECIDES = (

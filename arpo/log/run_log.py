@@ -15,11 +15,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from arpo.config.run_folder import record_settings
 from arpo.errors import printable
 from arpo.log.charts import Charts
 from arpo.log.dumps import DumpWriter
 from arpo.log.metrics_file import MetricsFile
+from arpo.log.settings import record_settings
 from arpo.log.trackers import TrackedRun, Trackers
 from arpo.trajectory import Group
 

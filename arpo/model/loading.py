@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from arpo.config.model_folder import weight_files
+from arpo.data.model_folder import weight_files
 from arpo.errors import UserError
 from arpo.model.mixers import check_layers, run_by_rows
 from arpo.model.settled import settled_config

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from arpo.batch import MicroBatch
-from arpo.config.model_folder import check_model_folder
 from arpo.config.sections import ModelConfig
+from arpo.data.model_folder import check_model_folder
 from arpo.errors import UserError
 from arpo.model import lora
 from arpo.model.attention import attention_backend, register

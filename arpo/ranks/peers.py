@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from arpo.start.exits import say_at_the_end
+from arpo.config.exits import say_at_the_end
 
 BEAT_S = 1.0
 DIAGNOSIS_BEATS = 4

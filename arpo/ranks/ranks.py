@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from arpo.config.exits import check_launch
 from arpo.errors import UserError
 from arpo.metrics import Metrics
 from arpo.ranks import devices, peers
-from arpo.start.exits import check_launch
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

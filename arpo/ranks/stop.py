@@ -12,8 +12,8 @@ import signal
 from pathlib import Path
 from types import FrameType
 
+from arpo.config.exits import asked_to_stop
 from arpo.ranks.ranks import Ranks
-from arpo.start.exits import asked_to_stop
 
 logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from arpo.config.exits import watched
 from arpo.config.named import brief, find
 from arpo.config.returned import number, whole_text
 from arpo.errors import UserError
 from arpo.protocol import Codec
-from arpo.start.exits import watched
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
 FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")

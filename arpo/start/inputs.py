@@ -1,6 +1,7 @@
 """The files that a script's options name, looked at before torch is imported: a misspelt path is answered in a second.
 
-Each script passes its own check to `load_or_exit`. Of data only the first rows are read here.
+`load_or_exit` calls the check of its script: `check_rl`, sft/inputs.py:check_sft, or evals/inputs.py:check_evaluation.
+They read the first rows of data only.
 """
 
 from __future__ import annotations
@@ -9,21 +10,17 @@ import os
 from collections.abc import Iterable
 from itertools import islice
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from arpo.config.contents import digest_of
-from arpo.config.model_folder import check_model_folder
 from arpo.config.named import find, is_own
-from arpo.config.run_folder import check_run_folder, claim_folder
 from arpo.config.tools import ToolsConfig
 from arpo.data import BadRow, parse_prompt, read_rows
 from arpo.data.hub import local_file
+from arpo.data.model_folder import check_model_folder
 from arpo.errors import UserError
-from arpo.evals.benchmarks import questions, select
 from arpo.log.trackers import TRACKERS
-from arpo.protocol import form_of
-from arpo.sft.conversations import read_conversations
+from arpo.start.run_folder import check_run_folder
 from arpo.tools import check_known, tool_schemas
 from arpo.tools.search.tool import check_search
 
@@ -35,42 +32,17 @@ OWN = (
 """Options whose FILE.py is imported here, so that what is wrong with it is known before a model is loaded."""
 
 
-def check_sft(cfg: Any) -> None:
-    """Raise UserError for the first file of train_sft.py's config that is missing, or whose first rows are useless."""
-    check_model_folder(cfg.model.path)
-    for path in filter(None, (cfg.data.train, cfg.data.valid)):
-        parse = form_of(cfg.protocol.format).parse_row
-        for _ in islice(read_conversations(local_file(path), parse=parse), NUM_ROWS):
-            pass
-    _check_run(cfg)
-
-
 def check_rl(cfg: Any) -> None:
     """Raise UserError for the first file of train_rl.py's config that is missing, or whose first rows are useless."""
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
-    _check_questions(filter(None, (cfg.data.train, cfg.data.valid)), cfg.tools)
+    check_questions(filter(None, (cfg.data.train, cfg.data.valid)), cfg.tools)
     for option in OWN:
         if is_own(value := attrgetter(option)(cfg)):
             find(option, value, {})
-    _check_run(cfg)
+    check_run(cfg)
 
 
-def check_evaluation(cfg: Any) -> None:
-    """Raise UserError for the first file of evaluate.py's config that is missing, or whose first rows are useless."""
-    form_of(cfg.protocol.format)  # which records that are there may be in
-    if cfg.eval.regrade:
-        if Path(cfg.eval.regrade).is_dir():
-            claim_folder(Path(cfg.eval.regrade), cfg.SCRIPT)
-        return
-    if not cfg.eval.server:
-        check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
-    for name, benchmark in select(cfg.eval.benchmarks, cfg.eval.data_dir)[0].items():
-        questions(name, benchmark, cfg.eval.data_dir, max_questions=NUM_ROWS)
-    _check_questions(cfg.eval.files, cfg.tools)
-    claim_folder(cfg.run.folder, cfg.SCRIPT)
-
-
-def _check_run(cfg: Any) -> None:
+def check_run(cfg: Any) -> None:
     """Check what the trainings have in common."""
     check_run_folder(cfg.run, cfg)
     files = [local_file(path) for path in (cfg.data.train, cfg.data.valid) if path]
@@ -80,7 +52,7 @@ def _check_run(cfg: Any) -> None:
         find("run.trackers", tracker, TRACKERS)
 
 
-def _check_questions(paths: Iterable[str], tools: ToolsConfig) -> None:
+def check_questions(paths: Iterable[str], tools: ToolsConfig) -> None:
     """Raise UserError where no first row of a file is a question, or one offers an unknown tool; or for the search."""
     tags = tuple(tool_schemas(tools))
     for path in paths:

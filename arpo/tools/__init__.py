@@ -20,8 +20,9 @@ from dataclasses import is_dataclass, replace
 from importlib import import_module
 from typing import Any, get_type_hints
 
-from arpo.config.load import check_known as check_key
-from arpo.config.load import field_names, parse
+from arpo.config.flags import parse
+from arpo.config.keys import check_known as check_key
+from arpo.config.keys import field_names
 from arpo.config.named import find, is_own
 from arpo.config.sections import ProtocolConfig
 from arpo.config.tools import ToolsConfig

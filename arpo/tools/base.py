@@ -13,8 +13,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from arpo.config.exits import wait_or_end
 from arpo.errors import UserError
-from arpo.start.exits import wait_or_end
 from arpo.tools.interface import Tool, ToolContext, ToolResult, answer
 from arpo.tools.sessions import make_sessions
 

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from arpo.config.exits import exit_with
 from arpo.errors import UserError
 from arpo.log.dumps import read_dump
-from arpo.start.exits import exit_with
 from arpo.trajectory import Group, Prompt
 
 PERCENTILES = (5, 25, 50, 75, 95)

@@ -1,4 +1,4 @@
-from arpo.config.load import load_or_exit, run_or_exit
+from arpo.start.load import load_or_exit, run_or_exit
 from extras.ablation.config import AblationConfig
 
 

@@ -187,7 +187,7 @@ def in_fork(folder: str, work: Callable[..., None], *arguments: object) -> None:
 def imitate(folder: Path, data: str, seed: int, num_steps: int) -> None:
     """Train the task's model on its demonstrator: FOLDER/hf."""
     import train_sft
-    from arpo.config.load import load_config
+    from arpo.start.load import load_config
 
     flags = [
         str(ROOT / "configs/demo_sft.yaml"), str(ROOT / "configs/demo_long.yaml"), "--model.path", f"{data}/model",
@@ -208,7 +208,7 @@ def build_data(folder: Path, task: str, seed: int) -> None:
 def train(folder: Path, flags: list[str], positions: str, to_the_end: bool, max_calls: float) -> None:
     """Train, and write the numbers of each step to FOLDER/curve.jsonl."""
     import train_rl
-    from arpo.config.load import load_config
+    from arpo.start.load import load_config
     from extras.ablation import right_moves
 
     os.environ["FORK_POSITIONS"] = positions

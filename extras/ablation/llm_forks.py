@@ -24,10 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
-from arpo.config.load import load_config, run_or_exit
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.evals.tables import markdown_table
 from arpo.rewards import score_groups
+from arpo.start.load import load_config, run_or_exit
 from arpo.trajectory import Group, Prompt
 from extras.ablation.frontier_runs import RULES
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_rl
-from arpo.config.load import load_or_exit, run_or_exit
 from arpo.start.inputs import check_rl
+from arpo.start.load import load_or_exit, run_or_exit
 from extras.demo.build import TASKS
 from extras.demo.long import LongTrace, LongWorld
 from extras.demo.world import Question

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from arpo.config.load import SCRIPTS
 from arpo.errors import UserError
+from arpo.start.load import SCRIPTS
 from extras.ablation.config import AblationConfig, AblationSection
 from extras.ablation.results import RunResult, algorithms_table, compare_algorithms, draw_table, read_run
 

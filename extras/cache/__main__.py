@@ -14,9 +14,9 @@ import sqlite3
 from pathlib import Path
 from typing import NoReturn
 
+from arpo.config.exits import exit_with
 from arpo.config.named import is_own
 from arpo.errors import UserError
-from arpo.start.exits import exit_with
 from arpo.tools.cache.store import open_cache
 from extras.cache.released import ReleasedCache, import_json, merge, stats, write_released
 

@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from arpo.config.load import run_or_exit
+from arpo.start.load import run_or_exit
 from extras.demo.report import report
 
 TASKS = ("plain", "hard", "long", "long_silent", "long_unready", "notes")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from arpo.config.load import run_or_exit
+from arpo.start.load import run_or_exit
 from extras.demo.__main__ import add_build, add_report
 from extras.demo.report import Demo, report
 

@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arpo.config.exits import exit_with
 from arpo.config.named import find
 from arpo.data import BadRow, parse_prompt, read_rows
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
-from arpo.start.exits import exit_with
 from arpo.tools.function import on_thread
 from arpo.tools.interface import ToolContext, ToolResult
 from extras.tools.session_tool import CannotFork, SessionTool

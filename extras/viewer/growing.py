@@ -12,8 +12,8 @@ import subprocess
 from importlib import resources
 from pathlib import Path
 
-from arpo.config.load import run_or_exit
 from arpo.errors import UserError
+from arpo.start.load import run_or_exit
 
 GROW_S, HOLD_S = 6.0, 6.0
 """Seconds in which the tree grows, and for which it then stays."""

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from arpo.config.load import run_or_exit
 from arpo.errors import UserError
 from arpo.evals.records import grades_path
 from arpo.evals.tables import replace_file
+from arpo.start.load import run_or_exit
 from extras.viewer.groups import put_beside, read_groups
 from extras.viewer.seal import RUN_DATA, own_page, sealed
 from extras.viewer.trend import entropy_scale, read_trend

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arpo.config.load import load_config
+from arpo.start.load import load_config
 from train_rl import RLConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -137,7 +137,7 @@ def test_a_kill_while_it_is_written_costs_that_save_alone(tiny_model_dir, tmp_pa
 ENDS_WITH_AN_ERROR = """
 import sys, time
 from helpers.saving import begin
-from arpo.config.load import run_or_exit
+from arpo.start.load import run_or_exit
 from arpo.errors import UserError
 from arpo.ranks import init_ranks
 

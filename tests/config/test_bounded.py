@@ -12,18 +12,18 @@ import pytest
 
 from arpo.checkpoint.manifest import find_problem, size_and_checksum
 from arpo.config.bounded import PIECE_BYTES, inflate, read_file
-from arpo.config.load import load_config
-from arpo.config.model_folder import read_json
-from arpo.config.run_folder import begun_settings, settings_of
 from arpo.data import load_prompts
+from arpo.data.model_folder import read_json
 from arpo.errors import UserError
 from arpo.evals.records import read_grades
 from arpo.log import read_metrics
 from arpo.log.dumps import read_dump
 from arpo.log.metrics_file import MetricsFile, rows_until
+from arpo.log.settings import begun_settings, settings_of
 from arpo.protocol import FORMS
 from arpo.sampling.carried_state import check_nothing_is_left
 from arpo.sft.conversations import read_conversations
+from arpo.start.load import load_config
 from arpo.tools.cache.rows import DamagedEntry, unpack
 from arpo.tools.cache.store import CacheFile
 from extras.cache.released import read_released

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from arpo.branching import RULES, Evidence, initial_rollouts
-from arpo.config.checks import doubts
-from arpo.config.load import load_config
 from arpo.config.sections import OptimConfig
 from arpo.model.loading import check_head
 from arpo.options import BranchingConfig
+from arpo.start.checks import doubts
+from arpo.start.load import load_config
 from evaluate import EvalConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig

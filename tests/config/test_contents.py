@@ -4,7 +4,7 @@ import subprocess
 
 from arpo.config import contents
 from arpo.config.contents import contents_of, start_of
-from arpo.config.load import load_config
+from arpo.start.load import load_config
 from evaluate import EvalConfig
 
 

@@ -13,15 +13,16 @@ import pytest
 from helpers.hub_server import COMMIT, HubServer
 from helpers.models import build_tiny_model
 
-from arpo.config.load import load_config
-from arpo.config.model_folder import check_model_folder
-from arpo.config.run_folder import changes, pin_config, pin_models, record_settings
 from arpo.data import hub
 from arpo.data.hub import HubFile, parse
+from arpo.data.model_folder import check_model_folder
 from arpo.errors import UserError
+from arpo.log.settings import changes, record_settings
 from arpo.model import load_tokenizer
 from arpo.sampling.environment import Environment
+from arpo.start.load import load_config
 from arpo.start.memory import sizes_of
+from arpo.start.pins import pin_config, pin_models
 from evaluate import EvalConfig
 from train_rl import DataConfig, RLConfig
 from train_sft import SFTConfig

@@ -96,7 +96,7 @@ def test_a_bug_stays_a_bug_and_a_lost_peer_one():
 WORKER = """
 import sys
 from arpo.ranks import init_ranks
-from arpo.config.load import run_or_exit
+from arpo.start.load import run_or_exit
 from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.errors import UserError

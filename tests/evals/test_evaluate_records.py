@@ -15,11 +15,11 @@ from helpers.scripted_rollout import ANSWER, CALL, call_then_answer, play, promp
 
 from arpo.config import contents
 from arpo.config.contents import NOT_RECORDED
-from arpo.config.load import load_config
-from arpo.config.run_folder import settings_of
 from arpo.errors import UserError
 from arpo.evals.records import Record, SetDump, read_records
 from arpo.evals.resume import about_run, claim_run, record_session, unfinished
+from arpo.log.settings import settings_of
+from arpo.start.load import load_config
 from arpo.trajectory import Group, ToolCall
 from evaluate import EvalConfig
 

@@ -13,8 +13,8 @@ import pytest
 from helpers.models import build_tiny_model
 from helpers.ranks import ROOT, run_script, try_script
 
-from arpo.config.load import load_config
 from arpo.errors import UserError
+from arpo.start.load import load_config
 from extras.ablation import runs as ablation
 from extras.ablation.config import ALGORITHMS, AblationConfig
 from extras.ablation.results import algorithms_table, compare_algorithms, estimate, read_run

@@ -8,8 +8,8 @@ from helpers.edits import ROOT
 from huggingface_hub import ModelCard
 
 from arpo.config.contents import contents_of
-from arpo.config.load import load_config
-from arpo.config.run_folder import save_config
+from arpo.log.settings import save_config
+from arpo.start.load import load_config
 from extras.card import card_of, main
 from train_rl import RLConfig
 from train_sft import SFTConfig

@@ -11,9 +11,9 @@ import torch
 from helpers.scripted_rollout import call_then_answer, play
 from transformers import AutoTokenizer
 
-from arpo.config.load import load_config
 from arpo.log.dumps import DumpWriter
 from arpo.options import BranchingConfig
+from arpo.start.load import load_config
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 from extras.ablation import positions as control
 from extras.ablation.frontier import best_setting, following

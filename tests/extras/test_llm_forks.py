@@ -6,12 +6,12 @@ from helpers.fakes import EchoTool
 from helpers.scripted_rollout import call_then_answer, play, score
 from transformers import AutoTokenizer
 
-from arpo.config.load import load_config
 from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.sampling.sampler import rollout
+from arpo.start.load import load_config
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
 from extras.ablation import llm_task

@@ -219,7 +219,7 @@ def test_an_address_alone_is_refused_in_one_line_without_what_stands_in_it():
 def test_a_missing_redis_package_is_one_line_that_names_the_extra():
     script = (
         "import sys; sys.modules['redis'] = None\n"
-        "from arpo.config.tools import SearchConfig\nfrom arpo.config.load import UserError\n"
+        "from arpo.config.tools import SearchConfig\nfrom arpo.errors import UserError\n"
         "from arpo.tools.search import SearchTool\n"
         f"try: SearchTool(SearchConfig(backend='replay', cache={REDIS + '=redis://127.0.0.1:1/0'!r}))\n"
         "except UserError as error: print(error)"

@@ -10,8 +10,8 @@ import sys
 from helpers.models import CHAT_TEMPLATE
 from helpers.parsers import parsers_kept
 
-from arpo.config.load import load_config
 from arpo.model.chat_template import excess_of
+from arpo.start.load import load_config
 
 gc.disable()
 for name in (

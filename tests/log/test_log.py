@@ -77,7 +77,7 @@ def test_other_ranks_write_nothing(tmp_path):
 
 SAYS = """
 import logging, sys
-from arpo.config.load import load_or_exit, run_or_exit
+from arpo.start.load import load_or_exit, run_or_exit
 from arpo.errors import UserError
 from arpo.log.run_log import Console
 from train_sft import SFTConfig

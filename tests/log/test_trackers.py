@@ -5,11 +5,11 @@ import json
 import pytest
 from helpers.tracked import Config, log_of
 
-from arpo.config.load import load_config
 from arpo.config.sections import RunConfig
 from arpo.errors import UserError
 from arpo.log import read_metrics
 from arpo.log.trackers import TRACKERS, TrackedRun
+from arpo.start.load import load_config
 from extras.tracked_ids import IDS, id_of
 from train_rl import RLConfig
 

@@ -11,13 +11,13 @@ from helpers.models import build, cfg_of, random_rows
 from helpers.ranks import mesh_of_one, run_ranks
 
 from arpo.batch import MicroBatch, collate, microbatches
-from arpo.config.checks import check_parallel
 from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.context_parallel import spread
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks.ranks import make_group
+from arpo.start.checks import check_parallel
 from arpo.tree import tree_microbatches
 
 pytestmark = pytest.mark.slow  # no config uses it

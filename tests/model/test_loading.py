@@ -10,7 +10,7 @@ from helpers.models import build, build_tiny_model, cfg_of
 from helpers.ranks import mesh_of_one, run_ranks
 from safetensors.torch import load_file, save_file
 
-from arpo.config.model_folder import check_model_folder
+from arpo.data.model_folder import check_model_folder
 from arpo.engine.weight_sync import check_checkpoint, full_tensors
 from arpo.errors import UserError
 from arpo.model import load_policy, load_tokenizer

@@ -15,10 +15,10 @@ from arpo.batch import collate
 from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.export import whole_weights, write_export
 from arpo.checkpoint.snapshot import snapshot
-from arpo.config.run_folder import save_config
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
+from arpo.log.settings import save_config
 from arpo.model import load_policy
 from arpo.model.lora import adapted
 from arpo.model.optim import build_optimizer, clip_grad_norm

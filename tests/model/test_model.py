@@ -21,7 +21,7 @@ from helpers.models import (
 from helpers.ranks import mesh_of_one
 
 from arpo.batch import collate
-from arpo.config.model_folder import check_model_folder
+from arpo.data.model_folder import check_model_folder
 from arpo.errors import UserError
 from arpo.model import head, load_policy, load_tokenizer
 from arpo.model.chat_template import excess_of

@@ -87,7 +87,7 @@ def test_more_ranks_than_gpus_are_refused(machine, monkeypatch):
 SCRIPT = """
 import os, torch
 from arpo.ranks import init_ranks
-from arpo.config.load import run_or_exit
+from arpo.start.load import run_or_exit
 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 os.environ["PATH"] = os.path.dirname(__file__)
 torch.version.cuda = "13.0"

@@ -395,7 +395,7 @@ def test_failing_custom_reward_names_the_file_and_the_sample(tmp_path, source, m
 
 STUCK = """
 import sys, threading, time
-from arpo.start import exits
+from arpo.config import exits
 from arpo.rewards.custom import load_custom, _call
 exits.SAY_AFTER_S, exits.GIVE_UP_S = 0.2, float(sys.argv[2])
 if "stop" in sys.argv:

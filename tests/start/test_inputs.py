@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from helpers.files import write_jsonl
 
-from arpo.config.load import load_config
 from arpo.errors import UserError
-from arpo.start.inputs import NUM_ROWS, check_evaluation, check_rl, check_sft
+from arpo.evals.inputs import check_evaluation
+from arpo.sft.inputs import check_sft
+from arpo.start.inputs import NUM_ROWS, check_rl
+from arpo.start.load import load_config
 from evaluate import EvalConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig
@@ -156,7 +158,7 @@ def test_a_misspelt_path_is_answered_without_importing_torch(script):
 def test_a_rank_has_one_thread_unless_told_otherwise(monkeypatch, chosen, threads):
     code = (
         "from dataclasses import dataclass, field\n"
-        "from arpo.config.load import load_or_exit\n"
+        "from arpo.start.load import load_or_exit\n"
         "from arpo.config.sections import RunConfig\n"
         "@dataclass(frozen=True)\n"
         "class Config:\n"

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from arpo.config.load import load_config
 from arpo.config.sections import EngineConfig, ModelConfig
 from arpo.engine.arguments import CPU_HEAD_SIZES
 from arpo.errors import UserError
+from arpo.start.load import load_config
 from arpo.start.memory import (
     GIB,
     Job,

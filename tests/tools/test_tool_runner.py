@@ -9,10 +9,10 @@ import pytest
 from helpers.fakes import EchoTool
 from helpers.scripted_rollout import SHORT, call_then_answer, play, tool_text
 
+from arpo.config import exits
 from arpo.errors import UserError
 from arpo.metrics import rollout_metrics
 from arpo.sampling.health import ToolHealth
-from arpo.start import exits
 from arpo.tools import base
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import StopReason
@@ -47,7 +47,7 @@ def test_a_tool_that_ends_the_process_costs_its_trajectory_and_one_that_returns_
 
 STUCK = """
 import time
-from arpo.start import exits
+from arpo.config import exits
 from arpo.tools.base import ToolRunner
 exits.SAY_AFTER_S = exits.GIVE_UP_S = 0.5
 

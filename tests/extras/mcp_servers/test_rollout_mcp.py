@@ -13,7 +13,6 @@ from helpers.processes import is_running
 from helpers.ranks import run_script
 from helpers.toy_run import build_toy_world
 
-from arpo.config.load import load_config
 from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
 from arpo.metrics import rollout_metrics
@@ -22,6 +21,7 @@ from arpo.protocol import TagsCodec
 from arpo.rewards import score_groups
 from arpo.sampling.sampler import rollout
 from arpo.start.inputs import check_rl
+from arpo.start.load import load_config
 from arpo.tools import make_tools, system_prompt_for, take_counts, tool_schemas
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt

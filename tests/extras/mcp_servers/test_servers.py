@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from helpers.mcp_tools import MCP, config, options
 
-from arpo.config.load import load_config
-from arpo.config.run_folder import save_config
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
+from arpo.log.settings import save_config
+from arpo.start.load import load_config
 from arpo.tools import own_options, tool_schemas
 from extras.tools.mcp.config import McpServer, parse_server, parse_servers
 from extras.tools.mcp.tool import without_titles

@@ -29,10 +29,10 @@ from helpers.web_service import (
 )
 from pydantic import BaseModel, ValidationError
 
-from arpo.config.load import load_config
-from arpo.config.run_folder import save_config
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
+from arpo.log.settings import save_config
+from arpo.start.load import load_config
 from arpo.tools.base import ToolRunner
 from arpo.tools.cache.rows import NO_RESULTS
 from arpo.tools.http import client

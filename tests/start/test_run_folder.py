@@ -13,14 +13,15 @@ import yaml
 from helpers.vllm_serve import SERVER
 
 from arpo.config.facts import may_change
-from arpo.config.load import load_config
-from arpo.config.run_folder import changes, check_run_folder, record_settings
 from arpo.errors import UserError
-from arpo.start.inputs import check_evaluation
+from arpo.evals.inputs import check_evaluation
+from arpo.log.settings import changes, record_settings
+from arpo.start.load import load_config
+from arpo.start.run_folder import check_run_folder
 from evaluate import EvalConfig
 from train_rl import RLConfig
 
-HOLDS = "import sys, time; from pathlib import Path; from arpo.config.run_folder import claim_folder; "
+HOLDS = "import sys, time; from pathlib import Path; from arpo.start.run_folder import claim_folder; "
 HOLDS += "claim_folder(Path(sys.argv[1]), 'train_rl'); print('held', flush=True); time.sleep(600)"
 
 

@@ -6,11 +6,12 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 from helpers.vllm_serve import SERVER
 
-from arpo.config.checks import doubts
 from arpo.config.facts import Decides, Needs, facts_of, ignored, leaves, of_kind
-from arpo.config.load import field_names, load_config
+from arpo.config.keys import field_names
 from arpo.errors import UserError
 from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig
+from arpo.start.checks import doubts
+from arpo.start.load import load_config
 from evaluate import EvalConfig
 from extras.ablation.config import AblationConfig
 from train_rl import RLConfig

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from arpo.config.exits import check_launch
 from arpo.config.facts import leaves
-from arpo.config.load import load_config
-from arpo.config.run_folder import save_config
 from arpo.errors import UserError
-from arpo.start.exits import check_launch
+from arpo.log.settings import save_config
+from arpo.start.load import load_config
 from train_rl import RLConfig
 from train_sft import SFTConfig
 

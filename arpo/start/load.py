@@ -6,9 +6,6 @@ Precedence: default < first YAML < later YAML < flag. YAMLs are turned into flag
 from __future__ import annotations
 
 import codecs
-import contextlib
-import difflib
-import io
 import json
 import locale
 import logging
@@ -17,17 +14,19 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from arpo.config.bounded import Written, read_yaml
+from arpo.config.exits import check_launch, exit_interrupted, exit_with
 from arpo.config.facts import ignored, out_of_range
-from arpo.config.foreign import OURS, SECTIONS
-from arpo.config.run_folder import pin_config, pin_models
+from arpo.config.flags import parse
+from arpo.config.foreign import OURS
+from arpo.config.keys import Kind, check_known, field_names
 from arpo.errors import PrintableRecord, UserError
-from arpo.start.exits import check_launch, exit_interrupted, exit_with
+from arpo.start.pins import pin_config, pin_models
 
 C, T = TypeVar("C"), TypeVar("T")
 COMMAND_LINE = "command line"
@@ -35,33 +34,6 @@ ALSO = "\n  also: "
 """What stands between the mistakes of a message."""
 SCRIPTS = ("train_sft", "train_rl", "evaluate")
 """A YAML's top-level mapping of such a name is read by that script only; a root config has its name as SCRIPT."""
-
-GONE = "gone (CHANGELOG.md says why); drop it"
-RENAMED = {
-    "advantage.normalize_std": "advantage.normalize=none",
-    "branching.branch_rate": GONE,
-    "branching.entropy_mode": "branching.compat",
-    "branching.rule": "branching.threshold, a number or None",
-    "branching.signal": GONE,
-    "branching.spill": GONE,
-    "branching.timing": "branching.compat",
-    "branching.weight_z": GONE,
-    "data.overlong": "gone from SFT: conversations that are too long are left out and listed",
-    "engine.enforce_eager": "engine.cuda_graphs; True is never, False is auto",
-    "eval.replay": "tools.search.mode=replay_strict, and mode in tools.options of other tools (docs/evaluation.md)",
-    "judge": "an object of your own, FILE.py:NAME in reward.terms (docs/training.md#rewards)",
-    "judge.url": "an object of your own, FILE.py:NAME in reward.terms (docs/training.md#rewards)",
-    "model.activation_checkpointing": "model.recompute_every_n_layers; True is 1, False is 0",
-    "model.cpu_offload": "optim.offload, which moves the optimizer's moments only",
-    "reward.function": "part of reward.file, FILE.py:NAME",
-    "tools.python.cache": "tools.options of RecordedPython, a tool from a file (docs/tools.md)",
-    "tools.python.max_concurrent_per_node": "tools.options of RecordedPython, a tool from a file (docs/tools.md)",
-    "tools.python.mode": "tools.options of RecordedPython, a tool from a file (docs/tools.md)",
-    "tools.mcp": "tools.options of mcp/servers.py:McpServers, a tool from a file (docs/tools.md)",
-    "rollout.pull_order": "rollout.dispatch=pull",
-    "run.overlap_validation": GONE,
-}
-"""Keys of earlier versions, but for those that today's resembles."""
 
 
 @dataclass(frozen=True)
@@ -131,20 +103,6 @@ def _tokens(key: str, values: list[str]) -> list[str]:
     return [f"--{key}={values[0]}"] if len(values) == 1 else [f"--{key}", *values]
 
 
-def parse(root: type[C], flags: list[str]) -> C:
-    """Return the config of flags. Raises ValueError with one line; for --help it prints and exits."""
-    import tyro
-
-    captured = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(captured):
-            return tyro.cli(root, args=flags, config=(tyro.conf.FlagConversionOff,), prog=Path(sys.argv[0]).name)
-    except SystemExit as stop:
-        if not stop.code:  # of --help
-            raise
-        raise ValueError(one_line(captured.getvalue())) from None
-
-
 def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -> C:
     """Return the command line's config after `check`, with data sets and models of the Hub fetched and pinned to a
     commit.
@@ -177,49 +135,6 @@ def run_or_exit(function: Callable[[T], C], argument: T) -> C:
         exit_with(error)
     except KeyboardInterrupt:  # of a checkpoint that another rank's Ctrl-C has broken off
         exit_interrupted(signal.SIGINT, None)
-
-
-def one_line(tyro_box: str) -> str:
-    """Return the words of tyro's message, which is a drawn box of several lines."""
-    text = re.sub(r"\s+", " ", re.sub(r"[^\x20-\x7e]|-{9,}", " ", tyro_box))
-    text = re.sub(r"^ ?(Parsing|Value) error |^ ?(Invalid choice|Missing argument) |Error parsing \w+: ", "", text)
-    text = text.replace("Unrecognized options Unrecognized options", "Unrecognized options")
-    return re.sub(r" (Argument helptext: .*)?For full helptext, .*", "; see --help", text).strip()
-
-
-Kind = Literal["section", "list", "value", "optional", "flag"]
-
-
-def field_names(root: type, prefix: str = "") -> dict[str, Kind]:
-    """Return all keys as dotted paths -> what stands there. {"tools": "section", "tools.names": "list", ...}"""
-    names: dict[str, Kind] = {}
-    hints = get_type_hints(root)
-    for f in fields(root):
-        hint = hints[f.name]
-        names[prefix + f.name] = "list" if get_origin(hint) is tuple else "flag" if hint is bool else "value"
-        if type(None) in get_args(hint):
-            names[prefix + f.name] = "optional"
-        if is_dataclass(hint):
-            names |= {prefix + f.name: "section"} | field_names(hint, f"{prefix}{f.name}.")
-    return names
-
-
-def check_known(key: str, known: dict[str, Kind], where: str) -> None:
-    """Raise UserError for an unknown key, with the known one that it resembles."""
-    if key in known:
-        return
-    if key in RENAMED:
-        raise UserError(f"{where}: {key!r} is now {RENAMED[key]}")
-    leaf = key.rsplit(".", 1)[-1]
-    if (ours := OURS.get(leaf)) in known:
-        raise UserError(f"{where}: unknown key {key!r}; here it is --{ours}, see --help")
-    if key in SECTIONS:
-        raise UserError(f"{where}: {key!r} is a section of {SECTIONS[key]}; give the file to that")
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
-        k for k in known if k.rsplit(".", 1)[-1] == leaf and known[k] != "section"
-    ]
-    hint = f"did you mean {close[0]!r}?" if close else "see --help for all keys"
-    raise UserError(f"{where}: unknown key {key!r}; {hint}")
 
 
 def flag_settings(argv: list[str], known: dict[str, Kind]) -> dict[str, list[str]]:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from arpo.config.foreign import OURS
-from arpo.config.load import field_names, load_config
-from arpo.config.run_folder import save_config
+from arpo.config.keys import field_names
 from arpo.errors import UserError
+from arpo.log.settings import save_config
 from arpo.options import AdvantageConfig, BranchingConfig
+from arpo.start.load import load_config
 from evaluate import EvalConfig
 from extras.ablation.config import AblationConfig
 from train_rl import RLConfig
@@ -278,8 +279,8 @@ def test_help_that_nobody_reads_to_its_end_ends_without_a_traceback(script):
 def test_ctrl_c_is_one_line_of_one_rank(rank, said, during):
     code = f"""
 import signal
-from arpo.config.load import run_or_exit
-from arpo.start.exits import exit_interrupted
+from arpo.start.load import run_or_exit
+from arpo.config.exits import exit_interrupted
 
 def broken_off_save():
     try:

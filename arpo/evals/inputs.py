@@ -1,0 +1,27 @@
+"""Checks the files that evaluate.py's options name, before torch is imported (see arpo/start/inputs.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from arpo.data.model_folder import check_model_folder
+from arpo.evals.benchmarks import questions, select
+from arpo.protocol import form_of
+from arpo.start.inputs import NUM_ROWS, check_questions
+from arpo.start.run_folder import claim_folder
+
+
+def check_evaluation(cfg: Any) -> None:
+    """Raise UserError for the first file of evaluate.py's config that is missing, or whose first rows are useless."""
+    form_of(cfg.protocol.format)  # which records that are there may be in
+    if cfg.eval.regrade:
+        if Path(cfg.eval.regrade).is_dir():
+            claim_folder(Path(cfg.eval.regrade), cfg.SCRIPT)
+        return
+    if not cfg.eval.server:
+        check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
+    for name, benchmark in select(cfg.eval.benchmarks, cfg.eval.data_dir)[0].items():
+        questions(name, benchmark, cfg.eval.data_dir, max_questions=NUM_ROWS)
+    check_questions(cfg.eval.files, cfg.tools)
+    claim_folder(cfg.run.folder, cfg.SCRIPT)

@@ -1,0 +1,89 @@
+"""A run's folder before a start: one process writes to it, and a run goes on only under the settings of its begin.
+
+    runs/NAME/.lock            process and host that write to it; the system frees it when the process is gone
+    runs/NAME/config.yaml ...  the settings that it was begun with (arpo/log/settings.py)
+
+Under another algorithm or another data file the curve would be of no experiment at all. What decides only how long, how
+often, or how fast may change at any time.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from arpo.config.facts import leaves, may_change
+from arpo.config.sections import RunConfig
+from arpo.errors import UserError
+from arpo.log.settings import CONTENTS, begun_settings, changes
+
+LOCK = ".lock"
+_locks: list[IO[str]] = []
+"""Those that this process holds: closing the file would give the lock back."""
+
+
+def claim_folder(folder: Path, script: str) -> None:
+    """Make a run's folder, and hold its lock until this process ends. Only rank 0 locks it.
+
+    Raises UserError where the folder cannot be written, another process writes to it, or another script has begun it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            lock = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot write the run's folder ({error.strerror}); set run.dir") from None
+    if os.environ.get("RANK", "0") == "0":
+        _hold(lock)
+    owner = begun_settings(folder).get("script", script)
+    if owner != script:
+        raise UserError(f"{folder} is a run of {owner}.py, and this is {script}.py; choose another --run.name")
+
+
+def _hold(file: IO[str]) -> None:
+    """Lock a file for this process: no child inherits the lock, and it ends with its holder. Raises UserError."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            print(f"warning: {file.name}: cannot be locked ({error.strerror}); a second run would not be noticed")
+            return
+        file.seek(0)
+        folder, holder = Path(file.name).parent, file.read(200).strip() or "another process"
+        raise UserError(f"{folder} is being written by {holder}; stop that, or choose another --run.name") from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    _locks.append(file)
+
+
+def check_run_folder(run: RunConfig, cfg: Any) -> None:
+    """Claim the run's folder, and compare the settings of a run that has a checkpoint with `cfg`.
+
+    Raises UserError where the folder cannot be had, where the run exists and run.resume is False, and, unless
+    run.resume_changed, for the first setting that is another one now.
+    """
+    folder = run.folder
+    claim_folder(folder, cfg.SCRIPT)
+    if not any(folder.glob("checkpoints/step_*")):
+        return
+    if not run.resume:
+        raise UserError(f"{folder}: run.resume is False but this run exists; choose another run.name")
+    if run.resume_changed:
+        return
+    for key, (before, now) in changes(folder, cfg).items():
+        option = key.removeprefix(CONTENTS)
+        difference = f"{key}={before}, and now it is {now}"
+        if option != key:
+            difference = f"other contents of {option}={leaves(cfg)[option]} ({before}, and now {now})"
+        elif may_change(key, cfg):
+            continue
+        raise UserError(
+            f"{folder} was begun with {difference}; choose another --run.name, or go on under the new settings with "
+            "--run.resume_changed True"
+        )
