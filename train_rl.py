@@ -164,6 +164,7 @@ def main(cfg: RLConfig) -> None:
     rollouts.validate_on(valid_prompts, log, run, done_steps)
     alarms = Alarms(run, log, ranks, done_steps)
     noise = GradientNoise(cfg.advantage, cfg.update.num_prompts_per_minibatch, log) if policy.sketch else None
+    train_on = partial(update_policy, policy, optimizer, temperature=temperature, max_grad_norm=max_norm, ranks=ranks)
     progress, stop = log.progress(num_steps, "step", done=done_steps), StopRequest()
     for step in range(done_steps + 1, num_steps + 1):
         timers, metrics, loss = Timers(), Metrics(), towards_target(cfg.loss, alarms.values["entropy"])
@@ -188,10 +189,7 @@ def main(cfg: RLConfig) -> None:
                         metrics.merge(critic.update(micros, update, ranks))
                     if step > cfg.critic.warmup_steps:
                         metrics.mean("optim/lr", set_learning_rate(optimizer, update, num_updates, cfg.optim))
-                        found = update_policy(
-                            policy, optimizer, micros, loss, temperature, max_norm, ranks, is_first=number == 0
-                        )
-                        metrics.merge(found)
+                        metrics.merge(train_on(micros, loss, is_first=number == 0))
 
         # ---- the engine samples from the new policy
         with timers("sync"):

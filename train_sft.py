@@ -54,17 +54,18 @@ from arpo.data.hub import local_file
 from arpo.log import RunLog
 from arpo.log.charts import SFT_CHARTS
 from arpo.log.machine import memory_metrics, speeds
-from arpo.log.nonfinite import NonFinite, reported_if_not_finite
+from arpo.log.nonfinite import reported_if_not_finite
 from arpo.metrics import Metrics
 from arpo.model import Policy, load_policy, load_tokenizer
 from arpo.model.attention import attention_backend
 from arpo.model.context_parallel import spread
-from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
+from arpo.model.optim import build_optimizer, set_learning_rate
 from arpo.model.policy import accumulating
 from arpo.ranks import Ranks, StopRequest, Timers, init_ranks, seed_everything
 from arpo.sft.token_store import tokenise
 from arpo.start.memory import Job, check_memory, sizes_of
 from arpo.tools import make_codec
+from arpo.update import optimizer_step
 
 
 def main(cfg: SFTConfig) -> None:
@@ -174,12 +175,7 @@ def update_policy(
         losses.append(nll.detach())
         metrics.sum("loss/nll", nll.detach().double() / num_loss_tokens)
         metrics.sum("loss/entropy", entropies.detach().sum().double() / num_loss_tokens)
-    try:
-        metrics.mean("optim/grad_norm", clip_grad_norm(policy, max_grad_norm))
-    except FloatingPointError as error:
-        raise NonFinite(str(error), losses) from error
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    metrics.mean("optim/grad_norm", optimizer_step(policy, optimizer, max_grad_norm, losses))
     return metrics
 
 

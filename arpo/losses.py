@@ -1,14 +1,16 @@
-"""The policy loss with its token losses (TOKEN_LOSSES), KL and entropy terms.
+"""The policy loss: token losses (TOKEN_LOSSES), KL and entropy terms.
 
-A new loss is one function (LossInputs, LossConfig) -> TokenLosses, in a file of yours (loss.kind=FILE.py:NAME) or with
-one line in TOKEN_LOSSES. KL_ESTIMATORS and AGGREGATIONS work in the same way. All functions are pure.
+A new loss is one function (LossInputs, LossConfig) -> TokenLosses. Put it into your own file (loss.kind=FILE.py:NAME),
+or add one line to TOKEN_LOSSES. KL_ESTIMATORS and AGGREGATIONS work in the same way. All functions are pure.
 
-Legend: B trajectories (rows), T response tokens. All tensors are (B, T); mask 1 = the policy sampled this token.
-A mini-batch is cut into micro-batches over ranks. Each computes its share of one global loss, because sums are divided
-by a *global* count (`denominator`); so shares add up, however the rows are cut:
+Legend: B trajectories (rows), T response tokens. A tensor without another shape is (B, T). Mask 1 = the policy sampled
+this token.
 
-    count = dist.all_reduce_sum(float(sum(loss_denominator(m.loss_mask, cfg.aggregation) for m in micro_batches)))
-    loss, metrics = policy_loss(LossInputs(...), cfg, denominator=count)
+A mini-batch is cut into micro-batches over the ranks. Each micro-batch computes its share of one global loss, because
+its sum is divided by a *global* count, `denominator`. So the shares add up, however the rows are cut:
+
+    [denominator] = ranks.all_reduce_sum(float(sum(loss_denominator(m.loss_mask, cfg.aggregation) for m in micros)))
+    loss, metrics = policy_loss(LossInputs(...), cfg, denominator=denominator)
     (loss * world_size).backward()          # FSDP2 averages gradients over ranks
 """
 
@@ -26,9 +28,11 @@ from arpo.metrics import Metrics
 from arpo.options import LossConfig
 
 ENTROPY_STEP = 0.001
-"""Change of the entropy coefficient in a step, under loss.entropy_target."""
+"""Change of the entropy coefficient per training step, with loss.entropy_target."""
 MAX_K3 = 10.0
-MAX_LOG_RATIO = 20.0  # exp(20) is far outside every clip range, and still finite in float32
+"""Upper bound of k3's value, as in the released code."""
+MAX_LOG_RATIO = 20.0
+"""Bound of a log ratio: exp(20) is far outside every clip range, and still finite in float32."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class LossInputs:
     """Everything that a policy loss may look at."""
 
     logprobs: Tensor
-    """(B, T) nats, log-probability of each token under the policy that is trained; has a gradient."""
+    """(B, T) nats, log-probability of each token under the trained policy; has a gradient."""
     old_logprobs: Tensor
     """(B, T) nats, under the policy before the update (loss.old_logprobs says who computed them)."""
     advantages: Tensor
@@ -48,30 +52,30 @@ class LossInputs:
     ref_logprobs: Tensor | None = None
     """(B, T) nats, log-probabilities under the reference policy, for the KL term."""
     rollout_weights: Tensor | None = None
-    """(B, T) importance weights of the rollout correction (rollout_correction.py), multiplied to each token's loss."""
+    """(B, T) importance weights of the rollout correction (rollout_correction.py): factors of the token losses."""
 
     @property
     def log_ratio(self) -> Tensor:
-        """(B, T) logprobs - old_logprobs, bounded by 20; exactly 0 and without gradient where the mask is 0."""
+        """(B, T) logprobs - old_logprobs, within +-20; exactly 0 and without gradient where the mask is 0."""
         difference = torch.where(self.mask.bool(), self.logprobs - self.old_logprobs, 0.0)
         return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """The loss of each token, before it is averaged."""
+    """The loss of each token, before averaging."""
 
     losses: Tensor
-    """(B, T), differentiable; values where the mask is 0 do not matter."""
+    """(B, T), differentiable. Values where the mask is 0 do not matter."""
     ratio: Tensor
-    """(B, T) probability ratio that the loss used, for the metric `ratio_max`."""
-    held: dict[str, Tensor] = field(default_factory=dict)
-    """Metric name -> (B, T) bool or number, logged as its mean over the loss tokens."""
+    """(B, T) probability ratio, for the metric `ratio_max`."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """Metric name -> (B, T) bool or number; its mean over the loss tokens is logged."""
 
 
 TokenLoss = Callable[[LossInputs, LossConfig], TokenLosses]
-BOUNDS = ("clip_fraction", "clip_fraction_low", "dual_clip_fraction")
-"""Metrics that every loss logs: shares of tokens held at the ratio's upper bound, at its lower, and by dual clip."""
+CLIP_METRICS = ("clip_fraction", "clip_fraction_low", "dual_clip_fraction")
+"""Metrics of every loss, 0 by default: shares of tokens clipped at the ratio's upper bound, its lower, by dual clip."""
 
 
 def policy_loss(
@@ -81,28 +85,31 @@ def policy_loss(
     denominator: float | None = None,
     entropy_statistics: tuple[float, float] | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Policy loss + kl_coefficient * KL - entropy_coefficient * entropy. Returns (scalar loss, metrics).
+    """Return (loss, metrics): policy loss + kl_coefficient * KL - entropy_coefficient * entropy, a scalar.
 
-    `denominator` is the global count of what is averaged: loss tokens for token_mean, sequences with loss tokens for
-    the sequence means (`loss_denominator`, summed over micro-batches and ranks); None = these rows.
-    `entropy_statistics` are (mean, std) of the entropies over the mini-batch, for AEPO; None = of these rows.
+    denominator: `loss_denominator`, summed over the micro-batches of all ranks. That is the number of loss tokens for
+        token_mean, of sequences with loss tokens for the sequence means. None = the count of these rows.
+    entropy_statistics: (mean, std) of the entropies over the mini-batch, for AEPO. None = of these rows.
 
-    Metrics are to be merged over micro-batches and ranks: the sum `policy` (this share of the policy loss, without KL
-    and entropy terms); means over loss tokens of BOUNDS, `approx_kl` (k3 estimate of KL(old || new)), `entropy`, `kl`
-    (to the reference); the maximum `ratio_max`. Raises ValueError where `cfg` needs the entropy, but `inputs` lacks it.
+    Merge the metrics over micro-batches and ranks. They are the sum `policy` (this share of the policy loss, without KL
+    and entropy terms); the means over loss tokens of CLIP_METRICS, `approx_kl` (k3 estimate of KL(old || new)),
+    `entropy` and `kl` (to the reference); the maximum `ratio_max`.
+    Raises ValueError if `cfg` needs the entropy and `inputs` lacks it.
 
     >>> one = torch.ones(1, 1)
     >>> policy_loss(LossInputs(1.5 * one, 0 * one, one, one), LossConfig())[0].item()    # r = 4.48 is clipped to 1.2
     -1.2000000476837158
     """
     assert inputs.logprobs.shape == inputs.old_logprobs.shape == inputs.mask.shape, inputs
-    keep, entropy = inputs.mask.bool(), inputs.entropy
+    keep = inputs.mask.bool()
+    entropy = inputs.entropy
     if entropy is None and (uses_entropy_statistics(cfg) or cfg.entropy_coefficient):
         raise ValueError("these options need the tokens' entropies; pass LossInputs(entropy=...)")
     if uses_entropy_statistics(cfg) and entropy_statistics is None:
-        entropy_statistics = statistics_of(token_moments(entropy[keep]))
+        entropy_statistics = mean_and_std(token_moments(entropy[keep]))
     advantages = inputs.advantages.expand_as(inputs.logprobs)
-    if cfg.entropy_balanced_advantage:  # AEPO: A max(1 + weight z, 0), z = (H - mean) / std; the floor keeps A's sign
+    if cfg.entropy_balanced_advantage:
+        # AEPO: A max(1 + weight z, 0) with z = (H - mean) / std. Without the floor at 0 an A could change its sign.
         mean, std = entropy_statistics
         z = (entropy.detach() - mean) / (std + 1e-8)
         if cfg.entropy_advantage_max_z is not None:
@@ -110,33 +117,44 @@ def policy_loss(
         advantages = advantages * (1 + cfg.entropy_advantage_weight * z).clamp(min=0)
     inputs = replace(inputs, advantages=advantages, mask=keep)
 
+    # ---- policy term
     tokens = token_losses(inputs, cfg)
-    weighted = tokens.losses if inputs.rollout_weights is None else tokens.losses * inputs.rollout_weights.detach()
-    loss = policy_part = aggregate(weighted, keep, cfg.aggregation, denominator)
+    weighted = tokens.losses
+    if inputs.rollout_weights is not None:
+        weighted = weighted * inputs.rollout_weights.detach()
+    policy_term = aggregate(weighted, keep, cfg.aggregation, denominator)
+    loss = policy_term
 
     log_ratio = inputs.log_ratio.detach()
-    per_token = dict.fromkeys(BOUNDS, torch.zeros_like(keep)) | tokens.held
+    per_token = dict.fromkeys(CLIP_METRICS, torch.zeros_like(keep)) | tokens.metrics
     per_token["approx_kl"] = log_ratio.exp() - 1 - log_ratio
     if entropy is not None:
         per_token["entropy"] = entropy.detach()
+
+    # ---- KL and entropy terms
     if inputs.ref_logprobs is not None and cfg.kl_in == "loss":
-        logprobs, ref_logprobs = (torch.where(keep, x, 0.0) for x in (inputs.logprobs, inputs.ref_logprobs))
+        # Masked before the difference: a masked token must have no gradient, even if its logprob is -inf.
+        logprobs = torch.where(keep, inputs.logprobs, 0.0)
+        ref_logprobs = torch.where(keep, inputs.ref_logprobs, 0.0)
         kl = token_kl(logprobs, ref_logprobs, cfg.kl_estimator)
         loss = loss + cfg.kl_coefficient * aggregate(kl, keep, cfg.aggregation, denominator)
         per_token["kl"] = kl.detach()
     if cfg.entropy_coefficient:
         loss = loss - cfg.entropy_coefficient * aggregate(entropy, keep, cfg.aggregation, denominator)
-    return loss, loss_metrics(policy_part.detach(), per_token, tokens.ratio.detach(), keep)
+    return loss, loss_metrics(policy_term.detach(), per_token, tokens.ratio.detach(), keep)
 
 
 def token_losses(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
-    """Return what `cfg.kind` says of each token. Raises UserError where a loss of the user's returns other shapes."""
-    what, shape = f"loss.kind={cfg.kind}", tuple(inputs.logprobs.shape)
-    tokens = instance(ask("loss.kind", cfg.kind, TOKEN_LOSSES, inputs, cfg), f"{what}: the returned value", TokenLosses)
-    tensor(tokens.losses, f"{what}: TokenLosses.losses", shape)
-    tensor(tokens.ratio, f"{what}: TokenLosses.ratio", shape)
-    for name, values in instance(tokens.held, f"{what}: TokenLosses.held", dict).items():
-        tensor(values, f"{what}: TokenLosses.held[{name!r}]", shape)
+    """Return the token losses of `cfg.kind`. Raises UserError if a custom loss returns other types or shapes."""
+    option = f"loss.kind={cfg.kind}"
+    shape = tuple(inputs.logprobs.shape)
+    tokens = ask("loss.kind", cfg.kind, TOKEN_LOSSES, inputs, cfg)
+    instance(tokens, f"{option}: the returned value", TokenLosses)
+    tensor(tokens.losses, f"{option}: TokenLosses.losses", shape)
+    tensor(tokens.ratio, f"{option}: TokenLosses.ratio", shape)
+    instance(tokens.metrics, f"{option}: TokenLosses.metrics", dict)
+    for name, values in tokens.metrics.items():
+        tensor(values, f"{option}: TokenLosses.metrics[{name!r}]", shape)
     return tokens
 
 
@@ -154,26 +172,28 @@ def towards_target(cfg: LossConfig, entropies: Sequence[float]) -> LossConfig:
 
 
 def ppo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(log_ratio); where A < 0, at most -A dual_clip."""
+    """l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(log_ratio); if A < 0, at most -A dual_clip."""
     clipped = clipped_surrogate(inputs, inputs.log_ratio.exp(), cfg)
     if cfg.dual_clip is None:
         return clipped
     bound = -inputs.advantages * cfg.dual_clip
     over = (inputs.advantages < 0) & (clipped.losses.detach() > bound)
-    held = clipped.held | {"dual_clip_fraction": over}
-    return TokenLosses(torch.where(over, bound, clipped.losses), clipped.ratio, held)
+    metrics = clipped.metrics | {"dual_clip_fraction": over}
+    return TokenLosses(torch.where(over, bound, clipped.losses), clipped.ratio, metrics)
 
 
 def gspo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
-    """PPO without dual clip, with one ratio in place of r for all tokens of the sequence (arXiv 2507.18071), or of the
-    turn (ratio_over=turn; AT2PO, arXiv 2601.04767)."""
+    """PPO without dual clip. All tokens of the sequence have one ratio (arXiv 2507.18071); with ratio_over=turn, all
+    tokens of a turn (AT2PO, arXiv 2601.04767)."""
     mean = mean_over_turns if cfg.ratio_over == "turn" else mean_over_sequence
     return clipped_surrogate(inputs, shared_ratio(inputs.log_ratio, inputs.mask, mean), cfg)
 
 
 def cispo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
-    """l = -A clip(r, 1 - clip_low, 1 + clip_high) logprobs, the clipped ratio detached (arXiv 2506.13585)."""
-    ratio, low, high = inputs.log_ratio.exp(), 1 - cfg.clip_low, 1 + cfg.clip_high
+    """l = -A clip(r, 1 - clip_low, 1 + clip_high) logprobs, without gradient of the ratio (arXiv 2506.13585)."""
+    low = 1 - cfg.clip_low
+    high = 1 + cfg.clip_high
+    ratio = inputs.log_ratio.exp()
     losses = -inputs.advantages * ratio.clamp(low, high).detach() * inputs.logprobs
     return TokenLosses(losses, ratio, {"clip_fraction": ratio > high, "clip_fraction_low": ratio < low})
 
@@ -190,57 +210,66 @@ TOKEN_LOSSES: dict[str, TokenLoss] = {
     "reinforce": reinforce,
 }
 NEED_WHOLE_ROWS = {"gspo", "sequence_mean_token_sum", "sequence_mean_token_mean"}
-"""Losses and aggregations that combine the tokens of a row, and so cannot go with model.context_parallel > 1. (Those of
-a user's file are taken for such.)"""
+"""Losses and aggregations over all tokens of a row. They need a row on one rank, so model.context_parallel must be 1.
+Custom ones are assumed to be of this kind."""
 
 
 def clipped_surrogate(inputs: LossInputs, ratio: Tensor, cfg: LossConfig) -> TokenLosses:
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) for the ratio r (B, T).
+    """l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) for the ratio r (B, T).
 
     With `cfg.entropy_balanced_clipping` (AEPO, arXiv 2510.14545) an r above the range is clipped to
-    (1 + clip_high) r / stop_gradient(r): the same value, but with a gradient, whose size is bounded by 1 + clip_high.
+    (1 + clip_high) r / stop_gradient(r). The value is the same, but it has a gradient, of size 1 + clip_high at most.
     """
-    low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
-    above, below, clipped_ratio = ratio > high, ratio < low, ratio.clamp(low, high)
+    low = 1 - cfg.clip_low
+    high = 1 + cfg.clip_high
+    above = ratio > high
+    below = ratio < low
+    clipped_ratio = ratio.clamp(low, high)
     if cfg.entropy_balanced_clipping:
         clipped_ratio = torch.where(above & inputs.mask, high * ratio / ratio.detach(), clipped_ratio)
     losses = torch.maximum(-inputs.advantages * ratio, -inputs.advantages * clipped_ratio)
-    above, below = above & (inputs.advantages > 0), below & (inputs.advantages < 0)
-    return TokenLosses(losses, ratio, {"clip_fraction": above, "clip_fraction_low": below})
+    # With the other sign of A the maximum takes the unclipped term.
+    clipped_above = above & (inputs.advantages > 0)
+    clipped_below = below & (inputs.advantages < 0)
+    return TokenLosses(losses, ratio, {"clip_fraction": clipped_above, "clip_fraction_low": clipped_below})
 
 
 def shared_ratio(log_ratio: Tensor, mask: Tensor, mean: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return GSPO's ratio, (B, T): exp(mean log ratio over loss tokens), the same value at all tokens of the mean, but
-    with the gradient of each token's own logprob, so that tokens with one ratio may have different advantages.
+    """Return GSPO's ratio, (B, T): exp(mean log ratio over loss tokens), the same value at all tokens of the mean.
 
-    Ratios 2 and 0.5 -> 1 at both tokens; d value / d logp is 1 at its own token and 0 at the other.
+    Each token's value has the gradient of this token's logprob alone, so that tokens with one ratio may have different
+    advantages. Ratios 2 and 0.5 -> 1 at both tokens; d value / d logprob is 1 at the same token and 0 at the other.
     """
+    # log_ratio - log_ratio.detach() is 0: it adds only the gradient.
     return (mean(log_ratio.detach(), mask) + (log_ratio - log_ratio.detach())).exp()
 
 
 def mean_over_sequence(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over each row's loss tokens, (B, 1); 0 where there is none."""
+    """Return the mean over each row's loss tokens, (B, 1); 0 for a row without any."""
     return torch.where(mask, values, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def mean_over_turns(values: Tensor, mask: Tensor) -> Tensor:
     """Return the mean over the loss tokens of each token's turn, (B, T).
 
-    A turn is a run of loss tokens: a tool result, whose mask is 0, ends it.
-    values [1, 3, 9, 5], mask [1, 1, 0, 1] -> [2, 2, 2, 5]; what it says of mask-0 tokens does not matter.
+    A turn is a run of loss tokens; a tool result (mask 0) ends it. Values at mask-0 tokens do not matter.
+    values [1, 3, 9, 5], mask [1, 1, 0, 1] -> [2, 2, 2, 5].
     """
     starts = mask.int().diff(dim=-1, prepend=mask.new_zeros(len(mask), 1).int()) > 0
     turn_ids = starts.cumsum(-1)  # (B, T) from 1; 0 before the first turn
-    is_in = (turn_ids[..., None] == torch.arange(int(turn_ids.max()) + 1, device=mask.device)) & mask[..., None]
-    sums = torch.where(is_in, values[..., None], 0.0).sum(1)  # (B, turns + 1); no scatter_add: its order is not fixed
-    return (sums / is_in.sum(1).clamp(min=1)).gather(1, turn_ids)
+    all_ids = torch.arange(int(turn_ids.max()) + 1, device=mask.device)  # (turns + 1,)
+    is_in = (turn_ids[..., None] == all_ids) & mask[..., None]  # (B, T, turns + 1)
+    # Not scatter_add: on a GPU its order of summation is not fixed, so a run could not be repeated.
+    sums = torch.where(is_in, values[..., None], 0.0).sum(1)  # (B, turns + 1)
+    means = sums / is_in.sum(1).clamp(min=1)
+    return means.gather(1, turn_ids)
 
 
 def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Estimate KL(policy || reference) for each token. (B, T), (B, T) -> (B, T) nats, differentiable in `logprobs`.
 
-    With d = logprobs - ref_logprobs (http://joschu.net/blog/kl-approx.html). In the loss it is the *gradient* that
-    counts, in expectation over tokens that the policy samples:
+    With d = logprobs - ref_logprobs (http://joschu.net/blog/kl-approx.html). In the loss only the *gradient* counts, in
+    expectation over the policy's samples:
 
         estimator  value             expected value  d value / d logprobs  expected gradient is that of
         k1         d                 KL              1                     nothing: it is 0, whatever the reference
@@ -248,8 +277,8 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
         k2         d^2 / 2           biased          d                     KL(policy || reference)
         k3         exp(-d) + d - 1   KL              1 - exp(-d)           KL(reference || policy)
 
-    So k1 belongs into the reward. k3's log ratio is bounded by 20 and its value by 10, as in the released code; where a
-    bound holds, the gradient is 0.
+    So k1 belongs into the reward. k3's log ratio is bounded by 20 and its value by 10, as in the released code. Beyond
+    a bound the gradient is 0.
 
     logprobs -1, ref_logprobs -2: k1 and abs 1, k2 0.5, k3 0.368.
     """
@@ -259,6 +288,7 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
 
 
 def k3(difference: Tensor) -> Tensor:
+    """exp(-d) + d - 1, bounded as `token_kl` says."""
     log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (log_ratio.exp() - 1 - log_ratio).clamp(-MAX_K3, MAX_K3)
 
@@ -272,16 +302,19 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def aggregate(token_loss: Tensor, mask: Tensor, aggregation: str, denominator: float | None) -> Tensor:
-    """Sum token losses (B, T) as AGGREGATIONS says, over `denominator` (None = the count of these rows, at least 1)."""
-    # where, not a product: 0 * inf would poison the sum, and the gradient of a masked token must be exactly 0
-    rows, _ = sums_and_counts(torch.where(mask.bool(), token_loss, 0.0), mask, aggregation)
+    """Return the sum of token losses (B, T) by an entry of AGGREGATIONS, divided by `denominator`, as a scalar.
+
+    None = divided by the count of these rows, at least 1.
+    """
+    # torch.where, not a product: 0 * inf would be NaN, and the gradient of a masked token must be exactly 0.
+    row_sums, _ = sums_and_counts(torch.where(mask.bool(), token_loss, 0.0), mask, aggregation)
     if denominator is None:
         denominator = loss_denominator(mask, aggregation).clamp(min=1)
-    return rows.sum() / denominator
+    return row_sums.sum() / denominator
 
 
 def loss_denominator(mask: Tensor, aggregation: str) -> Tensor:
-    """Return the part of these rows in the global count, 0-dim: number of loss tokens, or of sequences that have any.
+    """Return the share of these rows in the global count, 0-dim: loss tokens, or sequences with at least one.
 
     mask [[1, 1], [0, 0]] -> 2 for token_mean, 1 for the sequence means.
     """
@@ -290,16 +323,18 @@ def loss_denominator(mask: Tensor, aggregation: str) -> Tensor:
 
 
 def sums_and_counts(losses: Tensor, mask: Tensor, aggregation: str) -> tuple[Tensor, Tensor]:
-    """Return the (B,) sums and counts of an aggregation. Raises UserError where one of the user's returns others."""
-    what = f"loss.aggregation={aggregation}"
-    found = ask("loss.aggregation", aggregation, AGGREGATIONS, losses, mask)
-    rows, counts = instance(found, f"{what}: the returned value", tuple, length=2)
+    """Return each row's sum and count, (B,) each. Raises UserError if a custom aggregation returns other shapes."""
+    option = f"loss.aggregation={aggregation}"
+    returned = ask("loss.aggregation", aggregation, AGGREGATIONS, losses, mask)
+    sums, counts = instance(returned, f"{option}: the returned value", tuple, length=2)
     shape = (len(mask),)
-    return tensor(rows, f"{what}: the rows' sums", shape), tensor(counts, f"{what}: the rows' counts", shape)
+    tensor(sums, f"{option}: the rows' sums", shape)
+    tensor(counts, f"{option}: the rows' counts", shape)
+    return sums, counts
 
 
 Aggregation = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Losses (0 where the mask is 0) and mask, (B, T) each -> each row's sum and its part of the denominator, (B,)."""
+"""Losses (0 where the mask is 0) and mask, (B, T) each -> each row's sum and its share of the denominator, (B,)."""
 AGGREGATIONS: dict[str, Aggregation] = {
     "token_mean": lambda losses, mask: (losses.sum(-1), mask.sum(-1)),
     "sequence_mean_token_sum": lambda losses, mask: (losses.sum(-1), mask.sum(-1) > 0),
@@ -308,28 +343,36 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def uses_entropy_statistics(cfg: LossConfig) -> bool:
-    """Return whether the loss of a token depends on the entropies of all others (AEPO)."""
+    """Return True if the loss of a token depends on the entropies of all tokens (AEPO)."""
     return cfg.entropy_balanced_advantage
 
 
 def token_moments(values: Tensor) -> Tensor:
-    """Return count, sum and sum of squares of the loss tokens' values (L,), as (3,) float64; rows and ranks add up."""
+    """Return count, sum and sum of squares of the loss tokens' values (L,), as (3,) float64.
+
+    Add them up over micro-batches and ranks for `mean_and_std`.
+    """
     values = values.detach().double()
     return torch.stack([values.new_full((), values.numel()), values.sum(), values.square().sum()])
 
 
-def statistics_of(moments: Tensor) -> tuple[float, float]:
-    """Return (mean, unbiased standard deviation); a single token has deviation 1. Entropies 1, 3 -> (2, 1.414)."""
+def mean_and_std(moments: Tensor) -> tuple[float, float]:
+    """Return (mean, unbiased standard deviation) from `token_moments`. The deviation of a single token is 1.
+
+    Entropies 1 and 3 -> (2, 1.414).
+    """
     count, total, squares = moments.tolist()
     if count < 2:
         return (total if count else 0.0), 1.0
     mean = total / count
-    return mean, max((squares - count * mean * mean) / (count - 1), 0.0) ** 0.5
+    variance = max((squares - count * mean * mean) / (count - 1), 0.0)
+    return mean, variance**0.5
 
 
 def loss_metrics(policy: Tensor, per_token: dict[str, Tensor], ratio: Tensor, mask: Tensor) -> Metrics:
-    """Return the metrics of `policy_loss`; rows without a loss token have none."""
-    metrics, count = Metrics(), mask.sum().double()
+    """Return the metrics of `policy_loss`. With weight 0, rows without a loss token add nothing."""
+    metrics = Metrics()
+    count = mask.sum().double()
     metrics.sum("policy", policy, weight=count)
     metrics.max("ratio_max", torch.where(mask, ratio, -torch.inf).amax(), weight=count)
     for name, values in per_token.items():

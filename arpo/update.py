@@ -1,7 +1,7 @@
-"""The steps from scored groups to an optimizer step: mini-batches, logprobs of their tokens, advantages, the update.
+"""From scored groups to an optimizer step: mini-batches, logprobs before the update, advantages, the update.
 
-The order matters: a KL in the reward and a critic's advantages need logprobs and values of the tokens first, so
-mini-batches are cut before advantages exist, and each stage fills named fields of the micro-batches (batch.py).
+Mini-batches are made before advantages exist, because a KL in the reward and a critic's advantages need the tokens'
+logprobs and values first. Each stage fills named fields of the micro-batches (batch.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from arpo.log.nonfinite import NonFinite
 from arpo.losses import (
     LossInputs,
     loss_denominator,
+    mean_and_std,
     policy_loss,
-    statistics_of,
     token_kl,
     token_moments,
     uses_entropy_statistics,
@@ -40,29 +40,35 @@ from arpo.tree import tree_microbatches
 
 @dataclass(frozen=True)
 class Minibatch:
-    """Whole groups for one optimizer step. Every rank knows all trajectories, and holds its part of the rows."""
+    """The groups of one optimizer step. Every rank has all trajectories, but only its own micro-batches."""
 
     groups: list[Group]
     trajectories: list[tuple[int, Trajectory]]
-    """(index in `groups`, trajectory) of each row; a row's id is its place in this list."""
+    """(index in `groups`, trajectory) of each row. The index in this list is the row's id."""
     micros: list[MicroBatch]
-    """This rank's part."""
+    """This rank's micro-batches."""
 
 
 def make_minibatches(
     groups: list[Group], cfg: UpdateConfig, advantage: AdvantageConfig, ranks: Ranks
 ) -> list[Minibatch]:
-    """Cut a step's groups, in order, into mini-batches, without those in which there is nothing to train on."""
+    """Cut a step's groups, in order, into mini-batches. Leave out a mini-batch without anything to train on."""
     assert cfg.layout != "auto", "resolve_layout first"
-    cut = tree_microbatches if cfg.layout == "tree" else microbatches
-    budget, minibatches = cfg.max_tokens_per_microbatch, []
+    to_micros = tree_microbatches if cfg.layout == "tree" else microbatches
+    minibatches = []
     for start in range(0, len(groups), cfg.num_prompts_per_minibatch):
-        some = groups[start : start + cfg.num_prompts_per_minibatch]
-        if trajectories := training_trajectories(some, advantage):
-            rows = [row_of(some[index], t) for index, t in trajectories]
-            micros = spread(cut(rows, ranks.data_rank, ranks.data_size, budget), ranks.group)
-            minibatches.append(Minibatch(some, trajectories, [micro.to(ranks.device) for micro in micros]))
+        chosen = groups[start : start + cfg.num_prompts_per_minibatch]
+        trajectories = training_trajectories(chosen, advantage)
+        if not trajectories:
+            continue
+        rows = [row_of(chosen[index], t) for index, t in trajectories]
+        micros = to_micros(rows, ranks.data_rank, ranks.data_size, cfg.max_tokens_per_microbatch)
+        micros = [micro.to(ranks.device) for micro in spread(micros, ranks.group)]
+        minibatches.append(Minibatch(chosen, trajectories, micros))
     return minibatches
+
+
+# ------------------------------------------------------------------------------------------ logprobs before the update
 
 
 def fill_ref_logprobs(reference: Policy, micros: list[MicroBatch], temperature: float) -> None:
@@ -73,7 +79,7 @@ def fill_ref_logprobs(reference: Policy, micros: list[MicroBatch], temperature: 
 
 
 def fill_old_logprobs(policy: Policy, micros: list[MicroBatch], cfg: LossConfig, temperature: float) -> Metrics:
-    """Fill the policy's logprobs and entropies before the update; returns metrics of vLLM's distance from them."""
+    """Fill the policy's logprobs and entropies before the update. Return metrics of their distance from vLLM's."""
     metrics = Metrics()
     for micro in micros:
         with torch.no_grad():
@@ -83,18 +89,25 @@ def fill_old_logprobs(policy: Policy, micros: list[MicroBatch], cfg: LossConfig,
 
 
 def first_update_computes_old_logprobs(cfg: LossConfig) -> bool:
-    """Return whether a rollout's first mini-batch can do without `fill_old_logprobs`, as its update computes the same.
+    """Return True if a rollout's first mini-batch needs no `fill_old_logprobs`.
 
-    A KL in the reward and AEPO's entropies need those of all tokens before any token's loss.
+    Its update starts from the old policy, and so computes the same logprobs. But a KL in the reward and AEPO need the
+    logprobs or entropies of all tokens before the loss of any token.
     """
-    return not (uses_entropy_statistics(cfg) or (cfg.kl_coefficient and cfg.kl_in == "reward"))
+    kl_in_reward = cfg.kl_coefficient and cfg.kl_in == "reward"
+    return not (uses_entropy_statistics(cfg) or kl_in_reward)
 
 
 def use_as_old_logprobs(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor, cfg: LossConfig) -> Metrics:
-    """Fill the logprobs and entropies before the update, (B, T) each, and the weights of the rollout correction."""
+    """Fill old_logprobs and old_entropies with these, (B, T) each, and the weights of the rollout correction.
+
+    With loss.old_logprobs=rollout the denominator of the ratio is vLLM's logprobs instead.
+    """
     metrics = Metrics()
-    micro.old_logprobs, micro.old_entropies = logprobs.detach(), entropies.detach()
-    if num_tokens := micro.num_loss_tokens:
+    micro.old_logprobs = logprobs.detach()
+    micro.old_entropies = entropies.detach()
+    num_tokens = micro.num_loss_tokens
+    if num_tokens:
         difference = micro.at_loss_tokens(micro.old_logprobs - micro.rollout_logprobs)
         metrics.mean("mismatch/abs", difference.abs().mean(), num_tokens)
         metrics.mean("mismatch/kl", (torch.expm1(difference) - difference).mean(), num_tokens)
@@ -103,15 +116,19 @@ def use_as_old_logprobs(micro: MicroBatch, logprobs: torch.Tensor, entropies: to
             micro.old_logprobs, micro.rollout_logprobs, micro.loss_mask, cfg
         )
         metrics.merge(weight_metrics, prefix="mismatch/")
+    # Last: mismatch and correction compare the trainer's logprobs with vLLM's.
     if cfg.old_logprobs == "rollout":
         micro.old_logprobs = micro.rollout_logprobs
     return metrics
 
 
+# --------------------------------------------------------------------------------------------------------- advantages
+
+
 def fill_advantages(
     groups: list[Group], minibatches: list[Minibatch], cfg: AdvantageConfig, loss: LossConfig, ranks: Ranks
 ) -> Metrics:
-    """Fill each token's advantage: its trajectory's against the group, or its own against the critic's value."""
+    """Fill each token's advantage: from its trajectory's group, or, under a critic, from the token's value."""
     metrics = Metrics()
     if loss.kl_coefficient and loss.kl_in == "reward":
         for minibatch in minibatches:
@@ -130,40 +147,44 @@ def fill_advantages(
 
 
 def drop_if_no_gradient(minibatches: list[Minibatch], loss: LossConfig, ranks: Ranks) -> list[Minibatch]:
-    """Return the mini-batches; none of a step whose advantages are all 0 and whose loss has no other term.
+    """Return the mini-batches, or [] if the gradient of the entire step would be 0. Collective.
 
-    There momentum and weight decay alone would move the policy. Collective.
+    The gradient is 0 if all advantages are 0 and the loss has no KL or entropy term. An optimizer step would still move
+    the policy, by momentum and weight decay.
     """
     if loss.entropy_coefficient or (loss.kl_coefficient and loss.kl_in == "loss"):
         return minibatches
-    teaches = any(bool(micro.advantages.any()) for minibatch in minibatches for micro in minibatch.micros)
-    return minibatches if ranks.all_reduce_sum(float(teaches))[0] else []
+    has_gradient = any(bool(micro.advantages.any()) for minibatch in minibatches for micro in minibatch.micros)
+    [num_ranks_with_gradient] = ranks.all_reduce_sum(float(has_gradient))
+    return minibatches if num_ranks_with_gradient else []
 
 
 def penalize(minibatch: Minibatch, loss: LossConfig, ranks: Ranks) -> Metrics:
     """Fill `trajectory.kl_penalty` on all ranks: coefficient * KL to the reference, summed over the loss tokens."""
-    sums = [kl_penalties(micro, loss).sum(-1)[: len(micro.row_ids)] for micro in minibatch.micros]  # (B,) of each
     row_ids = [row_id for micro in minibatch.micros for row_id in micro.row_ids]
-    mine = dict(zip(row_ids, torch.cat(sums).tolist(), strict=True))
+    # An empty micro-batch has a row, but no row id: cut it off.
+    sums = [kl_penalties(micro, loss).sum(-1)[: len(micro.row_ids)] for micro in minibatch.micros]  # (B,) each
+    local_penalties = dict(zip(row_ids, torch.cat(sums).tolist(), strict=True))
     metrics = Metrics()
-    for penalty in mine.values():  # each rank counts its own rows
+    for penalty in local_penalties.values():  # each rank counts its own rows
         metrics.mean("reward/kl_penalty", penalty)
-    for part in ranks.all_gather_objects(mine):
-        for row_id, penalty in part.items():
-            minibatch.trajectories[row_id][1].kl_penalty = penalty
+    for penalties in ranks.all_gather_objects(local_penalties):
+        for row_id, penalty in penalties.items():
+            _, trajectory = minibatch.trajectories[row_id]
+            trajectory.kl_penalty = penalty
     return metrics
 
 
 def kl_penalties(micro: MicroBatch, loss: LossConfig) -> torch.Tensor:
-    """Return coefficient * KL of each loss token before the update, (B, T), 0 elsewhere."""
+    """Return coefficient * KL of each loss token before the update, (B, T); 0 at other tokens."""
     kl = token_kl(micro.old_logprobs, micro.ref_logprobs, loss.kl_estimator)
     return loss.kl_coefficient * torch.where(micro.loss_mask, kl, 0.0)
 
 
 def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss: LossConfig, ranks: Ranks) -> None:
-    """Fill advantages and returns from `old_values`; the reward comes with the last token that the policy wrote.
+    """Fill advantages and returns from the critic's `old_values`. The reward comes with the last loss token.
 
-    The advantages (not the returns) are whitened over the loss tokens of the global mini-batch.
+    The advantages, but not the returns, are whitened over the loss tokens of the global mini-batch.
     """
     by_row = [reward_at_the_end(t) for _, t in minibatch.trajectories]
     for micro in minibatch.micros:
@@ -180,8 +201,12 @@ def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss: LossConfi
 def reward_at_the_end(trajectory: Trajectory) -> np.ndarray:
     """Return the reward of each response token, (T,): the trajectory's at the last loss token, 0 at the others."""
     rewards = np.zeros(len(trajectory.token_ids))
-    rewards[np.flatnonzero(trajectory.loss_mask)[-1]] = trajectory.reward
+    last = np.flatnonzero(trajectory.loss_mask)[-1]
+    rewards[last] = trajectory.reward
     return rewards
+
+
+# --------------------------------------------------------------------------------------------------------- the update
 
 
 def update_policy(
@@ -189,28 +214,31 @@ def update_policy(
     optimizer: torch.optim.Optimizer,
     micros: list[MicroBatch],
     cfg: LossConfig,
+    *,
     temperature: float,
     max_grad_norm: float,
     ranks: Ranks,
-    *,
     is_first: bool,
 ) -> Metrics:
-    """One optimizer step on a global mini-batch, of which `micros` are this rank's part.
+    """Take one optimizer step on a global mini-batch. `micros` are this rank's micro-batches.
 
-    The host waits for a GPU a few times for the step, and never for a micro-batch, so that it is always ahead of it
-    with the next kernels: no float, boolean index or copy without pinned memory in the loop, also not in a new loss.
-    Raises NonFinite, on all ranks alike.
+    `is_first`: no optimizer step was taken since the rollout. Raises NonFinite, on all ranks alike.
+
+    Nothing in the loop may make the host wait for the GPU, so that the next kernels are always queued in time: no
+    float(tensor), no boolean index, no copy without pinned memory. The same holds for a new loss.
     """
-    metrics, losses = Metrics(), []
+    metrics = Metrics()
     if cfg.entropy_target is not None:
         metrics.mean("loss/entropy_coefficient", cfg.entropy_coefficient)
-    [count] = ranks.all_reduce_sum(float(sum(loss_denominator(micro.loss_mask, cfg.aggregation) for micro in micros)))
-    statistics = None
-    if uses_entropy_statistics(cfg):  # of the current policy; before the first step that is the old one
-        with torch.no_grad():
-            entropies = [m.old_entropies if is_first else policy(m, temperature)[1] for m in micros]
-        statistics = global_statistics([m.at_loss_tokens(h) for m, h in zip(micros, entropies, strict=True)], ranks)
 
+    # ---- what a token's loss needs to know of all ranks' tokens
+    [denominator] = ranks.all_reduce_sum(float(sum(loss_denominator(m.loss_mask, cfg.aggregation) for m in micros)))
+    statistics = None
+    if uses_entropy_statistics(cfg):
+        statistics = entropy_statistics(policy, micros, temperature=temperature, is_first=is_first, ranks=ranks)
+
+    # ---- forward and backward, one micro-batch at a time
+    losses = []
     for micro in accumulating(policy, micros):
         logprobs, entropies = policy(micro, temperature)  # (B, T)
         if micro.old_logprobs is None:  # see `first_update_computes_old_logprobs`
@@ -226,8 +254,8 @@ def update_policy(
             ref_logprobs=micro.ref_logprobs,
             rollout_weights=micro.rollout_weights,
         )
-        loss, loss_metrics = policy_loss(inputs, cfg, denominator=count, entropy_statistics=statistics)
-        # The loss is this micro-batch's part of the global mean; FSDP2 averages gradients over ranks, so undo that.
+        loss, loss_metrics = policy_loss(inputs, cfg, denominator=denominator, entropy_statistics=statistics)
+        # The loss is this micro-batch's share of the global mean. FSDP2 averages gradients over ranks: undo that.
         (loss * ranks.world_size).backward()
         losses.append(loss.detach())
         metrics.merge(loss_metrics, prefix="loss/")
@@ -236,22 +264,51 @@ def update_policy(
             metrics.sum("tokens/trained", num_computed)
             metrics.mean("train/tree_token_ratio", micro.num_row_tokens / num_computed, num_computed)
 
+    # ---- clip and step
+    metrics.mean("optim/grad_norm", optimizer_step(policy, optimizer, max_grad_norm, losses))
+    return metrics
+
+
+def entropy_statistics(
+    policy: Policy, micros: list[MicroBatch], *, temperature: float, is_first: bool, ranks: Ranks
+) -> tuple[float, float]:
+    """Return (mean, std) of the current policy's token entropies over the global mini-batch, for AEPO. Collective."""
+    at_loss_tokens = []
+    for micro in micros:
+        if is_first:  # the current policy is still the old one
+            entropies = micro.old_entropies
+        else:
+            with torch.no_grad():
+                _, entropies = policy(micro, temperature)
+        at_loss_tokens.append(micro.at_loss_tokens(entropies))
+    return global_statistics(at_loss_tokens, ranks)
+
+
+def optimizer_step(
+    policy: Policy, optimizer: torch.optim.Optimizer, max_grad_norm: float, losses: list[torch.Tensor]
+) -> float:
+    """Clip the accumulated gradient, take the optimizer step, and return the gradient's norm before clipping.
+
+    Raises NonFinite, on all ranks alike, before the step if the norm is not finite; `losses` (this rank's) go with it.
+    Shared with train_sft.py.
+    """
     try:
-        metrics.mean("optim/grad_norm", clip_grad_norm(policy, max_grad_norm))
+        norm = clip_grad_norm(policy, max_grad_norm)
     except FloatingPointError as error:
         raise NonFinite(str(error), losses) from error
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return metrics
+    return norm
 
 
 def step_sketches(policy: Policy, minibatches: list[Minibatch], ranks: Ranks) -> list[SketchedMinibatch]:
-    """Return what the policy's sketch has collected in the updates of a step, of all ranks. Collective."""
-    mine = policy.sketch.collected([len(minibatch.micros) for minibatch in minibatches])
+    """Return the gradient sketches that the updates of a step have collected on all ranks. Collective."""
+    local_sums = policy.sketch.collected([len(minibatch.micros) for minibatch in minibatches])
     totals: list[dict[int, np.ndarray]] = [{} for _ in minibatches]
-    for part in ranks.all_gather_objects(mine):
-        for total, rows in zip(totals, part, strict=True):
-            for row_id, sums in rows.items():  # ranks that share a row's tokens have a part of its sum each
+    for rank_sums in ranks.all_gather_objects(local_sums):
+        for total, rows in zip(totals, rank_sums, strict=True):
+            for row_id, sums in rows.items():
+                # Added up: with context parallelism each rank of a group has a part of the row's tokens.
                 total[row_id] = total.get(row_id, 0.0) + sums
     return [
         SketchedMinibatch(minibatch.groups, minibatch.trajectories, rows)
@@ -259,7 +316,7 @@ def step_sketches(policy: Policy, minibatches: list[Minibatch], ranks: Ranks) ->
     ]
 
 
-def global_statistics(micros: list[torch.Tensor], ranks: Ranks) -> tuple[float, float]:
-    """Return (mean, std) over the global mini-batch, of the values (L,) at the loss tokens of each micro-batch."""
-    moments = sum(token_moments(values) for values in micros)
-    return statistics_of(torch.tensor(ranks.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
+def global_statistics(values: list[torch.Tensor], ranks: Ranks) -> tuple[float, float]:
+    """Return (mean, std) over the global mini-batch of values at the loss tokens, (L,) for each micro-batch."""
+    moments = sum(token_moments(of_micro) for of_micro in values)
+    return mean_and_std(torch.tensor(ranks.all_reduce_sum(*moments.tolist()), dtype=torch.float64))

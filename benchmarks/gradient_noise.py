@@ -81,7 +81,16 @@ def seconds_of_update(policy: Policy, groups: list[Group], noise: GradientNoise 
     is_cuda = ranks.device.type == "cuda"
     clock = time.perf_counter if is_cuda else time.process_time
     started = clock()
-    update_policy(policy, optimizer, minibatches[0].micros, LossConfig(), 1.0, 1.0, ranks, is_first=True)
+    update_policy(
+        policy,
+        optimizer,
+        minibatches[0].micros,
+        LossConfig(),
+        temperature=1.0,
+        max_grad_norm=1.0,
+        ranks=ranks,
+        is_first=True,
+    )
     if noise:
         noise.of_step(1, groups, step_sketches(policy, minibatches, ranks))
     if is_cuda:

@@ -122,9 +122,15 @@ def our_update(cfg: RLConfig, ranks: Ranks, groups: list[Group], repeats: int) -
         fill_advantages(groups, minibatches, cfg.advantage, cfg.loss, ranks)
         for number, minibatch in enumerate(minibatches):
             update_policy(
-                policy, optimizer, minibatch.micros, cfg.loss, cfg.rollout.temperature, cfg.optim.max_grad_norm, ranks,
+                policy,
+                optimizer,
+                minibatch.micros,
+                cfg.loss,
+                temperature=cfg.rollout.temperature,
+                max_grad_norm=cfg.optim.max_grad_norm,
+                ranks=ranks,
                 is_first=number == 0,
-            )  # fmt: skip
+            )
 
     return median_seconds(step, repeats)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.losses import loss_of
 
-from arpo.losses import AGGREGATIONS, TOKEN_LOSSES, loss_denominator, statistics_of, token_moments, towards_target
+from arpo.losses import AGGREGATIONS, TOKEN_LOSSES, loss_denominator, mean_and_std, token_moments, towards_target
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
 
@@ -175,7 +175,7 @@ def test_loss_gradient_and_metrics_are_invariant_to_the_microbatch_split(kind, a
         "aggregation": aggregation,
         "entropy_balanced_advantage": True,
         "entropy_balanced_clipping": True,
-        "entropy_statistics": statistics_of(token_moments(entropy[mask.bool()])),
+        "entropy_statistics": mean_and_std(token_moments(entropy[mask.bool()])),
         "entropy_coefficient": 0.1,
         "kl_coefficient": 0.2,
         "denominator": loss_denominator(mask, aggregation),

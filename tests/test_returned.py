@@ -280,7 +280,7 @@ LOSSES = {
             "def f(i, c): return TokenLosses(i.logprobs.sum(-1), i.logprobs)",
             "losses has the shape (2,); it must have (2, 4)",
         ),
-        ("def f(i, c): return TokenLosses(i.logprobs, i.logprobs, {'a': 1})", "held['a'] is 1; it must be a tensor"),
+        ("def f(i, c): return TokenLosses(i.logprobs, i.logprobs, {'a': 1})", "metrics['a'] is 1; it must be a tensor"),
         ("def f(i, c): return TokenLosses((-i.mask.float()).log() * i.logprobs, i.logprobs)", "the loss is not finite"),
         ("def f(i, c): return TokenLosses(i.logprobs.detach(), i.logprobs)", "the loss has no gradient"),
         (

@@ -271,7 +271,18 @@ def test_metrics_and_gradients_of_the_policy_are_those_of_packed_rows(folder, ra
         metrics = fill_old_logprobs(policy, minibatch.micros, loss, 0.9)
         fill_ref_logprobs(reference, minibatch.micros, 0.9)
         metrics.merge(fill_advantages(groups, [minibatch], advantage, loss, ranks))
-        metrics.merge(update_policy(policy, optimizer, minibatch.micros, loss, 0.9, 1e9, ranks, is_first=False))
+        metrics.merge(
+            update_policy(
+                policy,
+                optimizer,
+                minibatch.micros,
+                loss,
+                temperature=0.9,
+                max_grad_norm=1e9,
+                ranks=ranks,
+                is_first=False,
+            )
+        )
         outcomes[layout, budget] = metrics.values(), dict(seen)
     expected_metrics, expected = outcomes.pop(("packed", 2000))
     assert all(np.abs(gradient).max() > 0 for gradient in expected.values())

@@ -62,7 +62,18 @@ def updates(ranks, folder: str, other: str, layouts: list[tuple[int, int, str]])
         outcome = {}
         for case, (_, loss) in CASES.items():
             minibatch, metrics = filled(ranks, old, policy, case, max_tokens, order, layout)
-            metrics.merge(update_policy(policy, optimizer, minibatch.micros, loss, 0.9, 1e9, ranks, is_first=False))
+            metrics.merge(
+                update_policy(
+                    policy,
+                    optimizer,
+                    minibatch.micros,
+                    loss,
+                    temperature=0.9,
+                    max_grad_norm=1e9,
+                    ranks=ranks,
+                    is_first=False,
+                )
+            )
             outcome[case] = (ranks.reduce_metrics(metrics).values(), dict(seen))
         outcomes.append(outcome)
     return outcomes
@@ -231,7 +242,18 @@ def test_the_first_update_of_a_rollout_needs_no_pass_before_it_unless_a_loss_loo
             metrics = fill_advantages(minibatch.groups, [minibatch], advantage, loss, ranks)
             for micro in minibatch.micros:
                 micro.old_logprobs = micro.old_entropies = micro.rollout_weights = None
-        metrics.merge(update_policy(policy, optimizer, minibatch.micros, loss, 0.9, 1e9, ranks, is_first=True))
+        metrics.merge(
+            update_policy(
+                policy,
+                optimizer,
+                minibatch.micros,
+                loss,
+                temperature=0.9,
+                max_grad_norm=1e9,
+                ranks=ranks,
+                is_first=True,
+            )
+        )
         outcomes.append((metrics.values(), dict(seen)))
         assert all(micro.old_entropies is not None for micro in minibatch.micros)
     (metrics, gradients), (expected_metrics, expected) = outcomes

@@ -114,7 +114,16 @@ def step(ranks: Ranks, case: Case, model: str, run_dir: Path) -> list[int]:
         if critic:
             metrics.merge(critic.update(minibatch.micros, 0, ranks))
         metrics.merge(
-            update_policy(policy, optimizer, minibatch.micros, case.loss, 1.0, 1.0, ranks, is_first=number == 0)
+            update_policy(
+                policy,
+                optimizer,
+                minibatch.micros,
+                case.loss,
+                temperature=1.0,
+                max_grad_norm=1.0,
+                ranks=ranks,
+                is_first=number == 0,
+            )
         )
     for _ in full_tensors(policy.hf_parameters(), dtype=torch.bfloat16, device=CPU, bucket_bytes=100_000):
         pass  # to the engine

@@ -74,7 +74,16 @@ def outcome(ranks: Ranks, folders, case: str, layout: str, attention: str, dtype
     assert all(tensor.is_cuda == (ranks.device == CUDA) for micro in minibatch.micros for tensor in tensors_of(micro))
     optimizer = build_optimizer(policy, OptimConfig(lr=1e-3))
     for step in range(2):
-        found = update_policy(policy, optimizer, minibatch.micros, CASES[case][1], 0.9, 1.0, ranks, is_first=not step)
+        found = update_policy(
+            policy,
+            optimizer,
+            minibatch.micros,
+            CASES[case][1],
+            temperature=0.9,
+            max_grad_norm=1.0,
+            ranks=ranks,
+            is_first=not step,
+        )
         metrics.merge(found, prefix=f"step {step}/")
     return metrics.values()
 

@@ -103,7 +103,16 @@ class TrainerStep:
                 metrics.merge(trained_critic.update(micros, number, self.ranks))
                 ends(f"critic {number}")
             metrics.merge(
-                update_policy(self.policy, optimizer, micros, loss, 0.9, 1.0, self.ranks, is_first=number == 0)
+                update_policy(
+                    self.policy,
+                    optimizer,
+                    micros,
+                    loss,
+                    temperature=0.9,
+                    max_grad_norm=1.0,
+                    ranks=self.ranks,
+                    is_first=number == 0,
+                )
             )
             ends(f"update {number}")
         values = metrics.values()

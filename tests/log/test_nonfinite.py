@@ -31,7 +31,16 @@ def poisoned_update(ranks, model: str, run: str) -> str:
         pytest.raises(UserError) as raised,
         reported_if_not_finite("step 3, mini-batch 2", minibatch.micros, Path(run), ranks),
     ):
-        update_policy(policy, optimizer, minibatch.micros, CASES[case][1], 0.9, 1.0, ranks, is_first=False)
+        update_policy(
+            policy,
+            optimizer,
+            minibatch.micros,
+            CASES[case][1],
+            temperature=0.9,
+            max_grad_norm=1.0,
+            ranks=ranks,
+            is_first=False,
+        )
     return str(raised.value)
 
 

@@ -44,7 +44,16 @@ def test_a_sketch_is_the_projected_gradient_of_its_row_and_changes_no_weight(tmp
             minibatch, _ = filled(ranks, policy, policy, "ppo, token_mean", 64, 1, layout)
             policy.sketch = of_policy
             optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-            update_policy(policy, optimizer, minibatch.micros, LossConfig(), TEMPERATURE, 1e9, ranks, is_first=True)
+            update_policy(
+                policy,
+                optimizer,
+                minibatch.micros,
+                LossConfig(),
+                temperature=TEMPERATURE,
+                max_grad_norm=1e9,
+                ranks=ranks,
+                is_first=True,
+            )
             weights.append([p.full_tensor().clone() for p in policy.parameters()])
         [sketched] = step_sketches(policy, [minibatch], ranks)
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

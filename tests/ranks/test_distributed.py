@@ -27,7 +27,7 @@ from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.engine.team import form_team
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
-from arpo.losses import AGGREGATIONS, loss_denominator, statistics_of, token_moments
+from arpo.losses import AGGREGATIONS, loss_denominator, mean_and_std, token_moments
 from arpo.metrics import Metrics
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
@@ -92,7 +92,7 @@ def step(ranks, folder: str, lengths, aggregation: str, **settings) -> dict:
         with torch.no_grad():
             _, micro.old_entropies = policy(micro)
         moments += token_moments(micro.at_loss_tokens(micro.old_entropies))
-    statistics = statistics_of(torch.tensor(ranks.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
+    statistics = mean_and_std(torch.tensor(ranks.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
     metrics, num_exchanges, num_gathered = Metrics(), 0, 0
     for micro in accumulating(policy, micros):
         logprobs, entropies = policy(micro)
