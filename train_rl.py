@@ -159,11 +159,11 @@ def main(cfg: RLConfig) -> None:
         engine, env.tools, env.codec, team, log, run.seed, cfg.rollout, cfg.branching, cfg.engine.max_num_seqs,
         score=score, on_group=score.on_group,
     )  # fmt: skip
-    rollouts = Rollouts(sampler, order, prompts, cfg.advantage, num_steps)
+    noise = GradientNoise(cfg.advantage, cfg.update.num_prompts_per_minibatch, log) if policy.sketch else None
+    rollouts = Rollouts(sampler, order, prompts, cfg.advantage, num_steps, noise)
     rollouts.go_on_from(saver.progress, saver.rank_files, done_steps=done_steps)
     rollouts.validate_on(valid_prompts, log, run, done_steps)
     alarms = Alarms(run, log, ranks, done_steps)
-    noise = GradientNoise(cfg.advantage, cfg.update.num_prompts_per_minibatch, log) if policy.sketch else None
     train_on = partial(update_policy, policy, optimizer, temperature=temperature, max_grad_norm=max_norm, ranks=ranks)
     progress, stop = log.progress(num_steps, "step", done=done_steps), StopRequest()
     for step in range(done_steps + 1, num_steps + 1):

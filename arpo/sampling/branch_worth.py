@@ -104,6 +104,17 @@ class BranchWorth:
         self.num_steps = 0
         self.pairs: list[GroupPairs] = []
 
+    def state(self) -> dict:
+        """Return the open window for `resume`, as JSON can hold it."""
+        return {"num_steps": self.num_steps, "pairs": self.pairs}
+
+    def resume(self, state: dict) -> None:
+        """Continue the window of a `state`. An empty dict begins a new one."""
+        if not state:
+            return
+        self.num_steps = state["num_steps"]
+        self.pairs = [GroupPairs(*numbers) for numbers in state["pairs"]]
+
     def add(self, groups: Sequence[Group]) -> dict[str, float]:
         """Add a step's scored groups. Return the metrics of the window that it ends."""
         self.warning = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -46,3 +47,13 @@ def jackknife(
     t = 1.96 + 2.372 / degrees + 2.822 / degrees**2
     half_width = t * math.sqrt(degrees * without_one.var())
     return Interval(centre, centre * math.exp(-half_width), centre * math.exp(half_width))
+
+
+def array_to_text(array: np.ndarray) -> str:
+    """Return the bytes of a float64 array as text for a JSON file. `text_to_array` is the way back."""
+    return base64.b64encode(np.ascontiguousarray(array, dtype="<f8").tobytes()).decode()
+
+
+def text_to_array(text: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the array of a text. One dimension of the shape may be -1. Raises ValueError if the size does not fit."""
+    return np.frombuffer(base64.b64decode(text), dtype="<f8").reshape(shape)

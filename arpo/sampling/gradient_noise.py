@@ -18,7 +18,14 @@ from arpo.advantages import z_scores
 from arpo.log import Console
 from arpo.model.sketch import SKETCH_RANK
 from arpo.options import AdvantageConfig
-from arpo.sampling.estimates import MIN_WINDOW_GROUPS, MIN_WINDOW_STEPS, Interval, jackknife
+from arpo.sampling.estimates import (
+    MIN_WINDOW_GROUPS,
+    MIN_WINDOW_STEPS,
+    Interval,
+    array_to_text,
+    jackknife,
+    text_to_array,
+)
 from arpo.selection import is_dead
 from arpo.trajectory import Group, Trajectory
 
@@ -99,7 +106,6 @@ class GradientNoise:
         self.log = log
         self.can_halve = advantage.kind == "grpo" and advantage.tree == "soft" and advantage.normalize != "batch"
         """False if the advantages of half a group cannot be computed from its rewards alone."""
-        self.rng = random.Random(0)
         self.full: list[np.ndarray] = []
         """Gradient (R,) of each prompt since the last unit."""
         self.halves: list[np.ndarray] = []
@@ -109,6 +115,28 @@ class GradientNoise:
         self.num_steps = 0
         self.num_groups = 0
         self.num_mixed = 0
+
+    def state(self) -> dict:
+        """Return the open window for `resume`, as JSON can hold it."""
+        return {
+            "num_steps": self.num_steps,
+            "num_groups": self.num_groups,
+            "num_mixed": self.num_mixed,
+            "units": self.units,
+            "full": array_to_text(np.array(self.full)),
+            "halves": array_to_text(np.array(self.halves)),
+        }
+
+    def resume(self, state: dict) -> None:
+        """Continue the window of a `state`. An empty dict begins a new one."""
+        if not state:
+            return
+        self.num_steps = state["num_steps"]
+        self.num_groups = state["num_groups"]
+        self.num_mixed = state["num_mixed"]
+        self.units = [(similarity, half) for similarity, half in state["units"]]
+        self.full = list(text_to_array(state["full"], (-1, SKETCH_SIZE)))
+        self.halves = list(text_to_array(state["halves"], (-1, 2 * NUM_SPLITS, SKETCH_SIZE)))
 
     def of_step(self, step: int, groups: Sequence[Group], minibatches: Sequence[SketchedMinibatch]) -> dict[str, float]:
         """Add the updates of a step. If this ends a window, return its metrics, and log the advice.
@@ -120,8 +148,10 @@ class GradientNoise:
             for row, (index, t) in enumerate(minibatch.trajectories):
                 if row in minibatch.rows:
                     members.setdefault(id(minibatch.groups[index]), []).append((t, minibatch.rows[row]))
+        # the splits depend on the step alone, so that a resumed run draws the same
+        rng = random.Random(step)
         for group in groups:
-            self._add(group, members.get(id(group), []))
+            self._add(group, members.get(id(group), []), rng)
         self.num_steps += 1
         if self.num_steps < MIN_WINDOW_STEPS or self.num_groups < MIN_WINDOW_GROUPS:
             return {}
@@ -130,13 +160,13 @@ class GradientNoise:
             self.log.line(f"step {step}: {advice} (docs/branching.md)")
         return values
 
-    def _add(self, group: Group, members: Sequence[tuple[Trajectory, np.ndarray]]) -> None:
+    def _add(self, group: Group, members: Sequence[tuple[Trajectory, np.ndarray]], rng: random.Random) -> None:
         full = np.zeros(SKETCH_SIZE)
         halves = np.zeros((2 * NUM_SPLITS, SKETCH_SIZE))
         if members:
             sketches = np.stack([sketch for _, sketch in members])  # (N, 2, R)
             full = sketches[:, 0].sum(0)
-            splits = [self._halves([t for t, _ in members]) for _ in range(NUM_SPLITS)]
+            splits = [self._halves([t for t, _ in members], rng) for _ in range(NUM_SPLITS)]
             if splits[0] is not None:
                 halves = np.concatenate(splits) @ sketches[:, 1]  # (2 * NUM_SPLITS, N) @ (N, R)
         self.full.append(full)
@@ -146,8 +176,8 @@ class GradientNoise:
         if len(self.full) >= UNIT_PROMPTS:
             self._close_unit()
 
-    def _halves(self, trajectories: list[Trajectory]) -> np.ndarray | None:
-        return half_advantages(trajectories, self.rng, self.advantage) if self.can_halve else None
+    def _halves(self, trajectories: list[Trajectory], rng: random.Random) -> np.ndarray | None:
+        return half_advantages(trajectories, rng, self.advantage) if self.can_halve else None
 
     def _close_unit(self) -> None:
         similarity = prompt_similarity(np.stack(self.full))

@@ -18,6 +18,7 @@ from arpo.ranks import Timers
 from arpo.sampling.branch_worth import BranchWorth
 from arpo.sampling.carried_state import check_nothing_is_left, go_on_from, state_of
 from arpo.sampling.carry_over import CarryOver
+from arpo.sampling.gradient_noise import GradientNoise
 from arpo.sampling.health import ToolHealth
 from arpo.sampling.sampler import Sampler
 from arpo.sampling.sources import OneRollout, Refilled
@@ -51,8 +52,12 @@ class Rollouts:
         prompts: Sequence[Prompt],
         advantage: AdvantageConfig,
         num_steps: int,
+        noise: GradientNoise | None = None,
     ):
-        """`prompts` are those of the training data, drawn in this order; num_steps: of the run."""
+        """`prompts` are those of the training data, drawn in this order; num_steps: of the run.
+
+        noise: watches the gradients, which the script gives it; here it is only saved and resumed.
+        """
         self.sampler, self.order, self.prompts, self.advantage = sampler, order, prompts, advantage
         self.num_prompts, self.num_steps = order.num_per_step, num_steps
         self.validation: Validation | None = None
@@ -61,6 +66,7 @@ class Rollouts:
         """Prompts of the data that the run has drawn: so far, and before the step that is under way."""
         self.health, self.signal = ToolHealth(), BranchingSignal(sampler.branching)
         self.worth = BranchWorth(sampler.rollout.group_size)
+        self.noise = noise
         self.go_on_from({}, (), done_steps=0)
 
     def go_on_from(self, state: dict, rank_files: Sequence[Path], *, done_steps: int) -> None:
@@ -68,6 +74,9 @@ class Rollouts:
         Collective. Raises UserError for files that do not fit."""
         self.num_drawn = state.get("num_drawn", done_steps * self.num_prompts)
         self.order.state = state.get("order", self.order.state)
+        self.worth.resume(state.get("branch_worth", {}))
+        if self.noise:
+            self.noise.resume(state.get("gradient_noise", {}))
         self.carry: CarryOver | None = None
         if self.sampler.rollout.carry_over:
             self.carry = go_on_from(CarryOver(self.sampler, self.num_prompts), rank_files, self.prompts)
@@ -76,7 +85,12 @@ class Rollouts:
 
     def state(self) -> dict:
         """Return what the next step depends on, the same on all ranks, as JSON can hold it."""
-        return {"num_drawn": self.health.go_on_from(self.num_drawn), "order": self.order.state}
+        return {
+            "num_drawn": self.health.go_on_from(self.num_drawn),
+            "order": self.order.state,
+            "branch_worth": self.worth.state(),
+            "gradient_noise": self.noise.state() if self.noise else {},
+        }
 
     def rank_state(self) -> bytes | None:
         """Return what this rank has of its own for the next step; None where no rank has anything."""

@@ -8,15 +8,12 @@ from arpo.log import read_metrics
 
 MEASURED = ("time/*", "memory/*", "tokens/*_per_second", "tools/*/seconds_*", "tools/*/cached")
 """Metrics in which two runs of the same steps may differ. (Of two ranks that ask the same, either may be first.)"""
-POOLED = ("gradient/*", "branching/rho*", "branching/roots_advised*", "branching/branch_cost")
-"""Metrics of a window of steps, which begins anew where a run goes on."""
-LEFT_OUT = MEASURED + POOLED
 
 
 def learnt(run: Path) -> list[dict[str, float]]:
     """The metrics of a run but for times and memory."""
     return [
-        {name: value for name, value in row.items() if not any(fnmatch(name, pattern) for pattern in LEFT_OUT)}
+        {name: value for name, value in row.items() if not any(fnmatch(name, pattern) for pattern in MEASURED)}
         for row in read_metrics(run)
     ]
 

@@ -100,3 +100,13 @@ def test_on_a_pretrained_model_nearly_all_of_the_group_should_be_roots(arm):
     estimate = worth(np.array(pairs, float).sum(0))
     assert 0.3 < estimate.rho < 0.65 and 0.2 < estimate.branch_cost < 0.7
     assert 8 / estimate.best_per_root > 5  # of 8: top_h's two are far from it
+
+
+def test_a_resumed_window_ends_as_the_undisturbed_one():
+    rng = random.Random(0)
+    steps = [[group_of(2, 6, 0.5, rng) for _ in range(16)] for _ in range(10)]
+    undisturbed, before, after = (BranchWorth(8) for _ in range(3))
+    expected = [undisturbed.add(groups) for groups in steps]
+    first = [before.add(groups) for groups in steps[:4]]
+    after.resume(json.loads(json.dumps(before.state())))
+    assert first + [after.add(groups) for groups in steps[4:]] == expected and expected[-1]

@@ -1,5 +1,6 @@
 """The noise of a step's gradient, on gradients with a known share of signal."""
 
+import json
 import math
 
 import numpy as np
@@ -129,3 +130,19 @@ def test_small_updates_are_put_together_until_they_can_be_compared():
     assert not values
     values, _ = noise_of(0.5, 1, 8, 80)
     assert values["gradient/signal_share"] == pytest.approx(exact_share(0.5, 1, 8), rel=0.3)
+
+
+@pytest.mark.parametrize("num_done", [0, 3, 11])
+def test_a_resumed_window_ends_as_the_undisturbed_one(num_done):
+    """With twelve prompts a step, the open unit of eight prompts is saved too."""
+    rng = np.random.default_rng(1)
+    steps = [step_of_bandit(0.4, 12, 8, rng) for _ in range(20)]
+
+    def play(noise: GradientNoise, first: int, last: int) -> list[dict[str, float]]:
+        return [noise.of_step(step, steps[step].groups, [steps[step]]) for step in range(first, last)]
+
+    undisturbed = play(GradientNoise(AdvantageConfig(), 12, Lines()), 0, 20)
+    before, after = (GradientNoise(AdvantageConfig(), 12, Lines()) for _ in range(2))
+    first = play(before, 0, num_done)
+    after.resume(json.loads(json.dumps(before.state())))
+    assert first + play(after, num_done, 20) == undisturbed and sum(map(bool, undisturbed)) == 2
