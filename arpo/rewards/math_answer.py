@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from arpo.protocol.format_rules import last_box
-from arpo.rewards.math_text import from_unicode
+from arpo.rewards.math_text import from_unicode, respelled
 from arpo.rewards.qa import option_letter, unwrap
 
 MAX_CHARS = 1000
@@ -116,7 +116,7 @@ def math_equal(prediction: str, answer: str) -> bool:
 
 
 def _clean(text: str) -> str:
-    text = unwrap(_DASH.sub("-", from_unicode(text)))
+    text = unwrap(_DASH.sub("-", respelled(from_unicode(text))))
     for left, right in ((r"\(", r"\)"), (r"\[", r"\]")):
         text = text.removeprefix(left).removesuffix(right).strip() if text.startswith(left) else text
     return text.rstrip(".").strip() if text != "." else text

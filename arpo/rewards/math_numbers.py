@@ -10,12 +10,32 @@ import re
 
 import math_verify.grader
 import math_verify.parser
-from sympy import Basic, Expr, Float, I, MatrixBase, MatrixExpr, Mul, Rational, UnevaluatedExpr, simplify
+from sympy import (
+    Basic,
+    Expr,
+    Float,
+    I,
+    MatrixBase,
+    MatrixExpr,
+    Mul,
+    Rational,
+    Symbol,
+    UnevaluatedExpr,
+    conjugate,
+    im,
+    simplify,
+)
+from sympy import (
+    re as real_part,
+)
+from sympy.core.function import AppliedUndef
 
 MIN_DIGITS = 6
 """Significant digits of a decimal that may be the truth rounded to its own decimals."""
 FLOAT_DIGITS = 15
-_POINTS = (Rational(17, 13), Rational(-11, 7), Rational(29, 23), Rational(-5, 19))
+COMPLEX_NAMES = {"z", "w"}
+"""Variables that are complex wherever they stand. Any other one is real, unless one of the two answers has its bar."""
+_POINTS = (Rational(17, 13), Rational(-11, 7), Rational(29, 23), Rational(-5, 19), Rational(31, 7), Rational(3, 11))
 _PERCENT = UnevaluatedExpr(Rational(1, 100))
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
 
@@ -48,7 +68,8 @@ def numeric_equal(truth: Basic | MatrixBase, prediction: Basic | MatrixBase, *_:
         bare = [value.args[0] if _is_percent(value) else value for value in (truth, prediction)]
         if numeric_equal(*bare):
             return True
-    exact_truth, exact_prediction = (_exact(value.doit()) for value in (truth, prediction))
+    # before doit, which would make z^2 of |z|^2 while z is real
+    exact_truth, exact_prediction = (exact(value.doit()) for value in _with_conjugates(truth, prediction))
     if exact_truth.free_symbols or exact_prediction.free_symbols:
         return _agree_at_points(exact_truth, exact_prediction)
     if _same_number(exact_truth, exact_prediction):
@@ -62,17 +83,41 @@ def symbolic_equal(truth: Basic | MatrixBase, prediction: Basic | MatrixBase) ->
     """Return whether the difference of two formulas can be simplified to zero. Numbers have been compared already."""
     if isinstance(truth, MatrixBase) or not (truth.free_symbols or prediction.free_symbols):
         return False
-    return bool(simplify(_exact(truth) - _exact(prediction)).is_zero)
+    exact_truth, exact_prediction = (exact(value) for value in _with_conjugates(truth, prediction))
+    return bool(simplify(exact_truth - exact_prediction).is_zero)
 
 
 def _is_percent(value: Basic) -> bool:
     return isinstance(value, Mul) and len(value.args) == 2 and value.args[1] == _PERCENT
 
 
-def _exact(value: Basic | MatrixBase) -> Basic | MatrixBase:
+def exact(value: Basic | MatrixBase) -> Basic | MatrixBase:
     """Make a fraction of each decimal, and the imaginary unit of i."""
     imaginary = {symbol: I for symbol in value.free_symbols if symbol.name == "i"}
     return value.xreplace({number: Rational(str(number)) for number in value.atoms(Float)} | imaginary)
+
+
+def _with_conjugates(*values: Basic | MatrixBase) -> list[Basic | MatrixBase]:
+    r"""Let the same name be the same variable in all values, and let \bar{z} be the conjugate of z.
+
+    math-verify reads all variables as real, and \bar{z} as one more variable: |z|^2 would be z^2, and no z\bar{z}."""
+    symbols = set().union(*(value.free_symbols for value in values))
+    barred = {f"bar{{{symbol.name}}}": symbol.name for symbol in symbols}
+    barred = {symbol.name: barred[symbol.name] for symbol in symbols if symbol.name in barred}
+    complex_names = COMPLEX_NAMES | set(barred.values())
+    meanings = {}
+    for symbol in symbols:
+        name = barred.get(symbol.name, symbol.name)
+        variable = Symbol(name) if name in complex_names else Symbol(name, real=True)
+        meanings[symbol] = conjugate(variable) if symbol.name in barred else variable
+    parts = {r"\Re": real_part, r"\Im": im}
+    return [
+        value.xreplace(meanings).replace(
+            lambda part: isinstance(part, AppliedUndef) and part.func.__name__ in parts,
+            lambda part: parts[part.func.__name__](*part.args),
+        )
+        for value in values
+    ]
 
 
 def _same_number(one: Expr, other: Expr) -> bool:
@@ -88,13 +133,23 @@ def _same_number(one: Expr, other: Expr) -> bool:
 
 
 def _agree_at_points(truth: Expr, prediction: Expr) -> bool:
-    """Return whether two formulas have the same values at a few odd points, where no two different ones agree."""
+    """Return whether two formulas have the same values at a few odd points, where no two different ones agree.
+
+    A point proves nothing where both values of real formulas are complex: there sqrt(1/n) is not 1/sqrt(n)."""
     symbols = sorted(truth.free_symbols | prediction.free_symbols, key=str)
+    is_complex = truth.has(I) or prediction.has(I) or not all(symbol.is_real for symbol in symbols)
+    num_equal = 0
     for shift in range(len(_POINTS)):
-        at = {symbol: _POINTS[(i + shift) % len(_POINTS)] + i for i, symbol in enumerate(symbols)}
-        if not _same_number(truth.subs(at), prediction.subs(at)):
+        at = {}
+        for i, symbol in enumerate(symbols):
+            point = _POINTS[(i + shift) % len(_POINTS)] + i
+            at[symbol] = point if symbol.is_real else point + I * _POINTS[(i + shift + 1) % len(_POINTS)]
+        values = truth.subs(at), prediction.subs(at)
+        if _same_number(*values):
+            num_equal += 1
+        elif is_complex or any(value.evalf(20).is_real for value in values):
             return False
-    return True
+    return num_equal > 0
 
 
 def _is_rounding(decimal: Rational, value: Expr, *, unless_coarser: bool = False) -> bool:

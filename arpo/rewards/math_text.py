@@ -27,6 +27,16 @@ _PARTS = re.compile("([0-9]?)([¼½¾⅐-⅞])")
 _ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|\\[a-z]+|[^\W\d_]))")
 _DEGREES = {"√": "", "∛": "[3]", "∜": "[4]"}
 
+_SPELLINGS = (
+    (re.compile(r"\\lor(?![A-Za-z])"), r"\\text{ or }"),
+    (re.compile(r"\\land(?![A-Za-z])"), r"\\text{ and }"),
+    (re.compile(r"\\not\s*="), r"\\neq "),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
+    (re.compile(r"\\(bar|overline)(?:\s+|(?=\d))([A-Za-z0-9])"), r"\\\1{\2}"),
+    (re.compile(r"\\(?:operatorname|mathrm|text|mathfrak)\{(Re|Im)\}"), r"\\\1"),
+)
+"""LaTeX that math-verify does not read -> the same in LaTeX that it does."""
+
 _GREEK = re.findall(
     "[a-z]+", "alpha beta gamma delta epsilon zeta eta theta kappa mu nu xi rho sigma tau phi chi psi omega"
 )
@@ -57,6 +67,17 @@ def from_unicode(text: str) -> str:
     text = "".join(" " if (kind := unicodedata.category(c)) == "Zs" else "" if kind == "Cf" else c for c in text)
     text = text.translate(_TABLE)
     return _ROOT.sub(lambda m: rf"\sqrt{_DEGREES[m[1]]}{{{m[2] or m[3] or m[4] or ''}}}", text)
+
+
+def respelled(text: str) -> str:
+    r"""Write LaTeX in the spelling that math-verify knows.
+
+    >>> respelled(r"x \not= 2 \lor x = 3"), respelled(r"z\bar z + \operatorname{Re}(z)")
+    ('x \\neq  2 \\text{ or } x = 3', 'z\\bar{z} + \\Re(z)')
+    """
+    for spelling, known in _SPELLINGS:
+        text = spelling.sub(known, text)
+    return text
 
 
 def _plain(text: str) -> str:

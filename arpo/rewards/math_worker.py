@@ -31,8 +31,10 @@ def main() -> None:
     folder = Path(__file__).resolve().parent
     sys.path += [str(folder), str(folder.parent / "tools")]
     import math_numbers
+    from math_sets import equal_as_sets
     from math_text import from_python
     from sandbox.parser_jail import confine_parser
+    from sympy import Basic
 
     math_numbers.install()
     confine_parser()
@@ -47,9 +49,11 @@ def main() -> None:
             # without math-verify's own timeouts, which are signals too and would disarm ours
             # braces around a last letter: it is a variable, which math-verify would drop for a unit
             texts = [LAST_LETTER.sub(r"{\1}", from_python(text)) for text in (answer, prediction)]
-            texts = [rf"\boxed{{{text}}}" for text in texts]
-            parsed = [parse(text, extraction, parsing_timeout=None) for text in texts]
+            boxes = [rf"\boxed{{{text}}}" for text in texts]
+            parsed = [parse(box, extraction, parsing_timeout=None) for box in boxes]
             equal = bool(verify(parsed[0], parsed[1], timeout_seconds=None))
+            if not equal and all(isinstance(values[0], Basic) for values in parsed):
+                equal = equal_as_sets(parsed[0][0], texts[0], parsed[1][0], texts[1])
         except (Exception, MemoryError, RecursionError):  # whatever sympy makes of it, it is no proof of equality
             equal = False
         signal.setitimer(signal.ITIMER_PROF, 0)
