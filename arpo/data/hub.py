@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from arpo.errors import UserError
 
@@ -35,11 +36,12 @@ TRAIN_FILES = {
 }
 """The papers' data sets and Search-R1's: pattern of the file to train on, which may have others beside it."""
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[^:]+))?(?::(?P<file>.+))?")
+_REVISION = r"refs/(?:convert|pr)/[^/?]+|refs%2F(?:convert|pr)%2F[^/?]+|[^/?]+"
 _ADDRESS = re.compile(
-    r"(?:hf://|https://huggingface\.co/)datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?"
-    r"(?:/(?:blob|resolve|tree)/(?P<branch>[^/]+))?(?:/(?P<file>[^?]+?))?/?(?:\?.*)?"
+    rf"(?:hf://|https://huggingface\.co/)datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>{_REVISION}))?"
+    rf"(?:/(?:blob|resolve|tree)/(?P<branch>{_REVISION}))?(?:/(?P<file>[^?]+?))?/?(?:\?.*)?"
 )
-"""Addresses of a data set or its file, as the Hub's pages and its file system have them."""
+"""Addresses of a data set or its file, as the Hub's pages and its file system have them. Their parts are URL-quoted."""
 _SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
 """The end of a model's folder in the Hub's cache."""
 SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", "README.md")
@@ -67,7 +69,13 @@ class HubFile:
 def parse(name: str) -> HubFile | None:
     """Return what a name or an address says of the Hub; None for a path: what exists, or OWNER/FILE.parquet."""
     if at := _ADDRESS.fullmatch(name):
-        return HubFile(at["repo"], at["revision"] or at["branch"] or "", at["file"] or "")
+        file = at["file"] or ""
+        is_quoted = name.startswith("https:")  # hf:// quotes revisions alone
+        return HubFile(
+            repo=at["repo"],
+            revision=unquote(at["revision"] or at["branch"] or ""),
+            file=unquote(file) if is_quoted else file,
+        )
     match = _NAME.fullmatch(name)
     if not match or Path(name).exists() or (name.endswith(SUFFIXES + ALSO_READ) and not match["file"]):
         return None
