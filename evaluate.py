@@ -18,7 +18,7 @@ from arpo.config.named import definition_of, find, is_own
 from arpo.config.rewards import RewardConfig
 from arpo.config.sections import EngineConfig, ModelConfig, ProtocolConfig, RunConfig
 from arpo.config.tools import ToolsConfig
-from arpo.errors import refuse, require
+from arpo.errors import raise_all, require
 from arpo.evals.inputs import check_evaluation
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.start.checks import check_context, check_result_room
@@ -61,7 +61,7 @@ class EvalConfig:
             require(is_own(server), f"eval.server={server} must be FILE.py:NAME=ADDRESS (docs/evaluation.md)")
             definition_of("eval.server", server.partition("=")[0])
         room = check_result_room(self.tools.search, self.rollout)
-        refuse(*room, *check_context(self.rollout, self.max_model_len))
+        raise_all(*room, *check_context(self.rollout, self.max_model_len))
 
 
 # The config is read before torch is imported, so that --help and mistakes answer at once.

@@ -23,7 +23,7 @@ from arpo.config.sections import (
     UpdateConfig,
 )
 from arpo.config.tools import ToolsConfig
-from arpo.errors import refuse
+from arpo.errors import raise_all
 from arpo.options import AdvantageConfig, BranchingConfig, CriticConfig, LossConfig, RolloutConfig
 from arpo.start import checks
 from arpo.start.inputs import check_rl
@@ -72,7 +72,7 @@ class RLConfig:
         return replace(self.model, path=path, recompute_every_n_layers=0, lora_rank=0)
 
     def __post_init__(self) -> None:
-        refuse(
+        raise_all(
             *checks.check_sizes(self.data, self.rollout, self.branching, self.update),
             *checks.check_result_room(self.tools.search, self.rollout),
             *checks.check_parallel(self.model, self.advantage, self.loss),

@@ -1,4 +1,4 @@
-"""Bad input is answered with one line that names the file, the field and the fix, and with exit code 2."""
+"""Errors for users: one line with the file, the field and the fix, and exit code 2."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import re
 
 
 class UserError(Exception):
-    """Bad input. The message is one line that names the file, the field and the fix."""
+    """Bad input. The message is one line with the file, the field and the fix."""
 
 
 class PrintableRecord(logging.LogRecord):
-    """A line of the log, ours or a library's."""
+    """A log record with control characters written out. Libraries log through it too."""
 
     def getMessage(self) -> str:
         return printable(super().getMessage())
 
     @property
     def exc_text(self) -> str | None:
-        """The traceback, which has the words of an exception."""
+        """The formatted traceback. It ends with the exception's message, so it may hold control characters too."""
         return self._exc_text
 
     @exc_text.setter
@@ -27,18 +27,20 @@ class PrintableRecord(logging.LogRecord):
 
 
 def printable(text: str) -> str:
-    r"""Return a text that a terminal shows and does not obey: with control characters, but for tabs and line breaks,
-    written out ("\x1b"). What strangers' services and files say is part of our lines."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    r"""Write control characters out ("\x1b"), except tabs and line breaks, so that a terminal does not obey them.
+
+    Our log lines quote untrusted services and files.
+    """
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def require(ok: object, message: str) -> None:
-    """Raise ValueError with the message unless `ok`; for the `__post_init__` of a config."""
+    """Raise ValueError with this message unless `ok` holds. For the `__post_init__` of a config."""
     if not ok:
         raise ValueError(message)
 
 
-def refuse(*messages: str) -> None:
-    """Raise an ExceptionGroup of ValueErrors, one with each message; nothing where there is none."""
+def raise_all(*messages: str) -> None:
+    """Raise an ExceptionGroup with one ValueError per message. Does nothing without messages."""
     if messages:
         raise ExceptionGroup("contradictions", [ValueError(message) for message in messages])

@@ -76,7 +76,7 @@ def waits_of_engine_step(engine: Engine) -> Counter[str]:
         stalls.clear()
         engine.running |= {str(i): SimpleNamespace(**request_in_flight()) for i in range(4)}
         for i, row in enumerate(rows):
-            engine.chunk(output_of(str(i), row))
+            engine.make_chunk(output_of(str(i), row))
         return waits + stalls.waits
 
 
@@ -96,8 +96,8 @@ class MeasuredEngine(Engine):
     num_steps, vllm_step_s, vllm_submit_s = 0, 0.0, 0.0
     clock = staticmethod(time.perf_counter if torch.cuda.is_available() else time.process_time)
 
-    def build(self, *args, **kwargs):
-        llm = super().build(*args, **kwargs)
+    def make_llm(self, *args, **kwargs):
+        llm = super().make_llm(*args, **kwargs)
         vllm = llm.llm_engine
         step, add_request = vllm.step, vllm.add_request
 

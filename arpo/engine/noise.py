@@ -1,9 +1,9 @@
 """Sampling noise as a function of (request seed, position, token): one kernel for all rows, and no state.
 
-vLLM draws a seeded request's noise from a generator of its own: two kernel launches per request and step. Here a row's
-noise comes from its own SplitMix64 stream (Steele, Lea and Flood, 2014): it starts at a hash of seed and position, and
-the token is the index into it. So a request gets the same tokens whatever else is in the batch, in which row it lies,
-how its prompt was cut into chunks, and whether it was preempted.
+vLLM keeps a random generator per seeded request: two kernel launches per request and step. Here each row reads its
+noise from a SplitMix64 stream (Steele, Lea and Flood, 2014). The stream starts at a hash of seed and position, and the
+token is the index into the stream. So the tokens of a request do not depend on the other requests in the batch, on
+its row, on the chunks of its prompt, or on preemption.
 
     token = argmax over v of  logits[v] - log(E[v])       E[v] ~ Exponential(1), independent   (the Gumbel-max trick)
 
@@ -25,12 +25,13 @@ def signed(constant: int) -> int:
 
 
 GOLDEN = signed(0x9E3779B97F4A7C15)  # SplitMix64's increment
-MIX_1, MIX_2 = signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB)  # and its multipliers
-LARGEST_UNIFORM = 1 - 2**-24  # the float32 before 1, so that no noise is infinite
+MIX_1 = signed(0xBF58476D1CE4E5B9)  # SplitMix64's multipliers
+MIX_2 = signed(0x94D049BB133111EB)
+LARGEST_UNIFORM = 1 - 2**-24  # the largest float32 below 1, so that no noise is infinite
 
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift in zeros: torch's own shift keeps the sign."""
+    """Shift right and fill with zeros. (torch's >> would fill with the sign bit.)"""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -42,12 +43,12 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return where each row's stream starts. All (N,) int64; position = index in the sequence of the token to draw."""
+    """Return the start of each row's stream. All (N,) int64. position = index of the next token in the sequence."""
     return mix64(mix64(seeds + GOLDEN) + positions * GOLDEN)
 
 
 def token_offsets(vocab_size: int, device: torch.device | str) -> Tensor:
-    """Return (V,) int64: how far a stream has moved at each token."""
+    """Return (V,) int64: the distance from the stream's start to each token's number."""
     return torch.arange(1, vocab_size + 1, device=device) * GOLDEN
 
 
@@ -55,18 +56,20 @@ def exponential_noise(keys: Tensor, offsets: Tensor) -> Tensor:
     """Return (N, V) float32 draws from Exponential(1), between 1e-10 and 17. keys (N,), offsets (V,)."""
     bits = shift_right(mix64(keys.unsqueeze(-1) + offsets), 32)
     uniform = ((bits.float() + 0.5) * 2**-32).clamp_max(LARGEST_UNIFORM)
-    return -torch.log1p(-uniform)  # exact for small values, which are the ones that decide
+    # log1p is exact for small values, and the smallest noise decides the draw.
+    return -torch.log1p(-uniform)
 
 
 def draw(logits: Tensor, keys: Tensor, offsets: Tensor) -> Tensor:
-    """Return (N,) int64: a token per row, drawn from softmax(logits). logits (N, V) float32, -inf = never."""
+    """Draw a token per row from softmax(logits): (N,) int64. logits (N, V) float32, -inf = never drawn."""
     return (logits - exponential_noise(keys, offsets).log()).argmax(-1)
 
 
 def compile_draw(vocab_size: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return `draw` as one fused kernel, compiled now, for one row and for several, instead of during the rollout."""
+    """Compile `draw` to one fused kernel, for one row and for several, so that the rollout need not wait for it."""
     compiled = torch.compile(draw, dynamic=True)
-    with torch.inference_mode():  # as vLLM calls it, with tensors made here: others would be compiled for once more
+    # vLLM calls the sampler in inference mode. Tensors made outside of it would cause a second compilation later.
+    with torch.inference_mode():
         offsets = token_offsets(vocab_size, device)
         for num_rows in (1, 2):
             compiled(torch.zeros(num_rows, vocab_size, device=device), offsets[:num_rows].clone(), offsets)
@@ -74,30 +77,34 @@ def compile_draw(vocab_size: int, device: torch.device) -> Callable[[Tensor, Ten
 
 
 def install_noise_hook(model_runner, draw: Callable[[Tensor, Tensor, Tensor], Tensor] = draw) -> None:
-    """Let the sampler of vLLM's model runner call `draw` after its own temperature, top_k and top_p.
+    """Make vLLM's sampler call `draw` after it has applied temperature, top_k and top_p.
 
-    A request without a seed gets a new one at each step, from torch's global generator.
+    A request without a seed gets a new seed at each step, from torch's global generator.
     """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-    offsets: dict[tuple[int, torch.device], Tensor] = {}
+    cached_offsets: dict[tuple[int, torch.device], Tensor] = {}
     pin = torch.cuda.is_available()  # a transfer from pageable memory would wait for the GPU
 
     def forward(
         logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, None]:
         num_rows, vocab_size = logits.shape
-        seeds = torch.randint(2**62, (num_rows,)) if len(generators) < num_rows else torch.zeros(num_rows).long()
-        own = np.array([generator.initial_seed() for generator in generators.values()], dtype=np.uint64)
-        seeds.numpy()[list(generators)] = own.view(np.int64)
-        # Number of tokens in each row, also of those that are sampled but not yet on the CPU. In a copy: the next step
-        # may write there before this one's transfer is done.
+        seeds = torch.zeros(num_rows).long()
+        if len(generators) < num_rows:
+            seeds = torch.randint(2**62, (num_rows,))
+        request_seeds = np.array([generator.initial_seed() for generator in generators.values()], dtype=np.uint64)
+        seeds.numpy()[list(generators)] = request_seeds.view(np.int64)
+        # num_tokens_no_spec counts the tokens of each row, including sampled tokens that are not yet on the CPU.
+        # astype copies: the next step may change the counts before the transfer of this step is done.
         positions = torch.from_numpy(model_runner.input_batch.num_tokens_no_spec[:num_rows].astype(np.int64))
         keys = row_keys(seeds, positions)
-        keys = (keys.pin_memory() if pin else keys).to(logits.device, non_blocking=True)
-        place = (vocab_size, logits.device)
-        if place not in offsets:
-            offsets[place] = token_offsets(*place)
-        return draw(apply_top_k_top_p(logits, k, p), keys, offsets[place]), None
+        if pin:
+            keys = keys.pin_memory()
+        keys = keys.to(logits.device, non_blocking=True)
+        key = (vocab_size, logits.device)
+        if key not in cached_offsets:
+            cached_offsets[key] = token_offsets(vocab_size, logits.device)
+        return draw(apply_top_k_top_p(logits, k, p), keys, cached_offsets[key]), None
 
     model_runner.sampler.topk_topp_sampler.forward = forward

@@ -1,9 +1,9 @@
-"""One vLLM over several ranks, for models whose weights one GPU cannot hold while it samples.
+"""One vLLM over several ranks, for models that do not fit on one GPU during sampling.
 
-The ranks of a team (vLLM's tensor parallel group) hold a part of every matrix each, and run the same rollout on the
-same prompts: with the same seed and the same requests in the same order, all their schedulers decide the same. Only the
-moment when a tool answers would differ. So the team's first rank alone runs tools and tells the others what has
-arrived; it alone also scores, counts and saves, since the others have copies of what it has.
+A team is vLLM's tensor parallel group. Each rank of a team keeps a part of every matrix, and all of them run the same
+rollout on the same prompts. With the same seed and the same requests in the same order, all schedulers decide the
+same. Only the moment of a tool's answer would differ. So only the team's first rank runs tools, and it sends the
+results to the others. It also scores, counts and saves alone, since the others have copies of the same groups.
 
     tensor_parallel = 2 on 4 ranks, 6 prompts: ranks 0 and 1 sample prompts 0 2 4, ranks 2 and 3 prompts 1 3 5
 """
@@ -25,7 +25,7 @@ from arpo.tools.sessions import make_sessions
 from arpo.trajectory import Group
 
 T = TypeVar("T")
-VOCABULARY_MULTIPLE = 64  # to which vLLM pads it before it is cut
+VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this before it splits it
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,29 @@ class Team:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this rank speaks for its team."""
+        """True if this rank runs tools, scores and saves for its team."""
         return self.ranks.rank % self.size == 0
 
     def share(self, prompts: Sequence[T]) -> Sequence[T]:
         """Return this team's part of the prompts."""
         return prompts[self.index :: self.num_teams]
 
-    def exchange(self, groups: Sequence[Group | None], places: Sequence[int]) -> list[Group | None]:
-        """Return all teams' groups in the order of their places among the prompts, as each team's first rank has them,
-        `compact`. Collective. `places`: those of this team's groups."""
-        own = zip(places, groups, strict=True) if self.is_first else ()
-        by_place: dict[int, Group | None] = {}
-        for part in self.ranks.all_gather_objects({place: group and compact(group) for place, group in own}):
-            by_place |= part
-        return [by_place[place] for place in sorted(by_place)]
+    def all_gather_groups(self, groups: Sequence[Group | None], indices: Sequence[int]) -> list[Group | None]:
+        """Return the groups of all teams, `compact`, in the order of the prompts. Collective.
 
-    def from_first(self, value: T) -> T:
-        """Return the value of the team's first rank on all its ranks. Collective within the team."""
+        groups: the groups of this team. Only those of its first rank are sent. indices: index of each group's prompt.
+        """
+        sent: dict[int, Group | None] = {}
+        if self.is_first:
+            for index, group in zip(indices, groups, strict=True):
+                sent[index] = compact(group) if group is not None else None
+        all_groups: dict[int, Group | None] = {}
+        for groups_of_rank in self.ranks.all_gather_objects(sent):
+            all_groups |= groups_of_rank
+        return [all_groups[index] for index in sorted(all_groups)]
+
+    def broadcast_from_first(self, value: T) -> T:
+        """Return the value of the team's first rank. Collective within the team."""
         values = [value]
         if self.group is not None:
             dist.broadcast_object_list(values, group_src=0, group=self.group)
@@ -76,8 +81,11 @@ class Team:
 
 
 def compact(group: Group) -> Group:
-    """Return the group with arrays for the lists of a number per token. A rank unpickles them in a fortieth of the time
-    and has no object per token. Engines and trainer have logprobs in float32 too."""
+    """Return the group with arrays in place of its lists of numbers per token.
+
+    Arrays unpickle 40 times faster and need no Python object per token. Nothing is lost: engines and trainer also keep
+    logprobs in float32.
+    """
     trajectories = [
         replace(
             t,
@@ -92,18 +100,20 @@ def compact(group: Group) -> Group:
 
 
 def form_team(ranks: Ranks, size: int, model_path: str) -> Team:
-    """Make teams of `size` neighbours and return this rank's. Collective. Raises UserError if that is not possible."""
+    """Form teams of `size` neighbouring ranks and return this rank's team. Collective. Raises UserError if the node or
+    the model cannot be split into teams of this size."""
     if size == 1:
         return Team(ranks)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
     if ranks_per_node % size:
         raise UserError(f"engine.tensor_parallel={size} does not divide the {ranks_per_node} ranks of a node; lower it")
     check_split(model_path, size)
-    return Team(ranks, size, dist.new_subgroups(size, timeout=ranks.timeout, backend="gloo")[0])
+    group, _ = dist.new_subgroups(size, timeout=ranks.timeout, backend="gloo")
+    return Team(ranks, size, group)
 
 
 def check_split(model_path: str, size: int) -> None:
-    """Raise UserError if vLLM cannot cut the model into `size` parts; reads its config alone."""
+    """Raise UserError if vLLM cannot split the model into `size` parts. Reads only the model's config."""
     from transformers import AutoConfig
 
     try:
@@ -112,19 +122,22 @@ def check_split(model_path: str, size: int) -> None:
         raise UserError(f"{model_path}: {' '.join(str(error).split())[:300]}") from None
     kv_heads = config.num_key_value_heads
     vocabulary = -(-config.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    for name, odd in {
+    remainders = {
         "num_attention_heads": config.num_attention_heads % size,
-        "num_key_value_heads": kv_heads % size and size % kv_heads,  # fewer than parts: vLLM copies them
+        # If there are fewer KV heads than parts, vLLM copies them.
+        "num_key_value_heads": kv_heads % size and size % kv_heads,
         "intermediate_size": config.intermediate_size % size,
         "vocab_size": vocabulary % size,
-    }.items():
-        if odd:
+    }
+    for name, remainder in remainders.items():
+        if remainder:
             reason = f"{name}={getattr(config, name)}"
             raise UserError(f"engine.tensor_parallel={size} cannot split {model_path} with {reason}; choose another")
 
 
 class TeamToolRunner(ToolRunner):
-    """Runs tools on the first rank of a team; all its ranks start the same calls and collect the same results."""
+    """Runs tools on the first rank of a team. All ranks of the team start the same calls and collect the same
+    results."""
 
     def __init__(self, tools: dict[str, Tool], team: Team):
         super().__init__(tools)
@@ -139,17 +152,21 @@ class TeamToolRunner(ToolRunner):
             self.num_pending += 1
 
     def collect(self, *, block: bool) -> list[tuple[str, ToolResult]]:
-        """Return (call id, result) of finished calls. Collective, unless none is pending. All raise what ends a run."""
+        """Return (call id, result) of finished calls. Collective, unless no call is pending.
+
+        An exception on the first rank is raised on all ranks of the team.
+        """
         if not self.num_pending:
             return []
         if self.team.is_first:
             try:
                 finished = super().collect(block=block)
             except Exception as error:
-                self.team.from_first(f"{type(error).__name__}: {error}")
+                # The other ranks wait in their broadcast. A text instead of a list tells them of the error.
+                self.team.broadcast_from_first(f"{type(error).__name__}: {error}")
                 raise
-            return self.team.from_first(finished)
-        finished = self.team.from_first(None)
+            return self.team.broadcast_from_first(finished)
+        finished = self.team.broadcast_from_first(None)
         if isinstance(finished, str):
             raise RuntimeError(f"a tool failed on the first of the ranks that share an engine: {finished}")
         self.num_pending -= len(finished)

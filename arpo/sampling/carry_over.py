@@ -200,7 +200,7 @@ class CarryOver(Source):
         ready = {c.number: c.state.finish() for c in self.carried if c.number in chosen}
         for group in ready.values():
             group.sampled_by = self.team.ranks.rank
-        trained = self.team.exchange(list(ready.values()), list(ready))
+        trained = self.team.all_gather_groups(list(ready.values()), list(ready))
         self.carried = [c for c in self.carried if c.number not in chosen]
         self.begun = [entry for entry in everywhere if entry.number not in chosen]
         for entry in everywhere:

@@ -76,7 +76,7 @@ class OneRollout(Source):
         """See Source. Collective within the team where there is room."""
         if not self.is_open or not self.has_room:
             return None
-        place = self.team.from_first(self.pull() if self.team.is_first else None)
+        place = self.team.broadcast_from_first(self.pull() if self.team.is_first else None)
         self.is_open = place is not None
         return place
 
@@ -105,7 +105,7 @@ class OneRollout(Source):
     def exchange(self) -> list[Group]:
         """Return the groups of all teams in the prompts' order; None for one that was not finished. Collective."""
         places = sorted(self.places.values())
-        groups = self.team.exchange([self.groups.get(place) for place in places], places)
+        groups = self.team.all_gather_groups([self.groups.get(place) for place in places], places)
         if self.team.ranks.is_main:
             self.delete_keys()  # all ranks have left the queue
         return groups
@@ -160,7 +160,7 @@ class Refilled(OneRollout):
         if self.loop.num_unfinished:
             self.looks.worked()
         wants_one = self.is_open and self.has_room
-        place, self.is_open, self.num_taken = self.team.from_first(
+        place, self.is_open, self.num_taken = self.team.broadcast_from_first(
             self.decide(wants_one) if self.team.is_first else None
         )
         return place

@@ -83,7 +83,7 @@ def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
             cfg = parse(root, [token for key, s in settings.items() for token in _tokens(key, s.values)])
         except ValueError as error:  # of tyro or a __post_init__
             raise UserError(f"{where}: {error}") from None
-        except ExceptionGroup as several:  # of refuse()
+        except ExceptionGroup as several:  # from raise_all()
             raise UserError(f"{where}: " + ALSO.join(map(str, several.exceptions))) from None
         if wrong := out_of_range(cfg):
             raise UserError(f"{where}: {wrong}")

@@ -13,7 +13,7 @@ from transformers import Lfm2Config, Qwen3_5Config
 from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.engine.arguments import llm_arguments
-from arpo.engine.containment import explain, prepare_for_vllm, release_pools, silence
+from arpo.engine.containment import explain_failed_start, prepare_for_vllm, release_pools, silence
 from arpo.errors import UserError
 
 # (what is raised on a GPU, what the user must read). Texts of vLLM 0.22 - 0.33, torch 2.13, Triton and FlashInfer.
@@ -73,7 +73,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("error", "advice"), FAILURES, ids=lambda value: str(value)[:40])
 def test_each_failure_names_its_cause_and_what_to_change(error, advice):
-    message = str(explain(error, on_gpu=True))
+    message = str(explain_failed_start(error, on_gpu=True))
     assert advice in message and str(error)[:20] in message and "\n" not in message
 
 
@@ -84,13 +84,17 @@ def test_the_cause_of_the_cause_counts():
         except RuntimeError as error:
             raise ValueError("backend='inductor' raised") from error
     except ValueError as error:
-        assert "install gcc" in str(explain(error, on_gpu=True))
+        assert "install gcc" in str(explain_failed_start(error, on_gpu=True))
 
 
 def test_a_bug_stays_a_bug_and_a_lost_peer_one():
     lost = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:30861"
-    assert explain(RuntimeError(lost), on_gpu=True) is explain(RuntimeError(lost), on_gpu=False) is None
-    assert explain(AttributeError("'NoneType' object has no attribute 'x'"), on_gpu=True) is None
+    assert (
+        explain_failed_start(RuntimeError(lost), on_gpu=True)
+        is explain_failed_start(RuntimeError(lost), on_gpu=False)
+        is None
+    )
+    assert explain_failed_start(AttributeError("'NoneType' object has no attribute 'x'"), on_gpu=True) is None
 
 
 WORKER = """
@@ -121,7 +125,7 @@ def test_an_engine_that_fails_on_one_rank_ends_all_with_its_own_line(tiny_model_
 
 
 def test_on_the_cpu_a_small_kv_cache_has_its_own_knob():
-    message = str(explain(ValueError("No available memory for the cache blocks."), on_gpu=False))
+    message = str(explain_failed_start(ValueError("No available memory for the cache blocks."), on_gpu=False))
     assert "engine.kv_cache_gib" in message and "gpu_memory" not in message.split("(")[0]
 
 

@@ -87,7 +87,7 @@ def two_steps_of_a_team(ranks: Ranks, folder: str) -> dict:
     late = BranchingConfig(selector="at2po", num_initial_rollouts=3)
     forked_late = sampled(engine, runner, folder, step=3, branching=late)
     mismatches = (at_first, outdated, largest_mismatch(policy, second, ranks))
-    once = team.exchange(first, team.share(range(NUM_PROMPTS)))
+    once = team.all_gather_groups(first, team.share(range(NUM_PROMPTS)))
     runner.close()
     engine.close()
     ran = sum(len(tool.arguments) for tool in tools.values())
@@ -164,7 +164,7 @@ def deal_out(ranks: Ranks, folder: str) -> dict:
     groups = [Group(Prompt(str(number), [], []), [], sampled_by=ranks.rank) for number in share]
     return {
         "share": share,
-        "all": [(g.prompt.prompt_id, g.sampled_by) for g in team.exchange(groups, team.share(range(5)))],
+        "all": [(g.prompt.prompt_id, g.sampled_by) for g in team.all_gather_groups(groups, team.share(range(5)))],
     }
 
 

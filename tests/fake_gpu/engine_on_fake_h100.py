@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 from fake_gpu.vllm_sources import pretend_h100
 
-from arpo.engine.containment import START_FAILURES, explain, prepare_for_vllm
+from arpo.engine.containment import START_FAILURES, explain_failed_start, prepare_for_vllm
 
 prepare_for_vllm()
 pretend_h100()
@@ -314,7 +314,7 @@ def failures() -> dict:
     try:
         request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=0.7))
     except ValueError as error:
-        message = str(explain(error, on_gpu=True))
+        message = str(explain_failed_start(error, on_gpu=True))
     root = Path(vllm.__file__).parent
     files = [file for folder in ("v1", "config", "distributed") for file in (root / folder).rglob("*.py")]
     text = "\n".join(file.read_text() for file in files)

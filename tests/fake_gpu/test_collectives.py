@@ -97,7 +97,11 @@ def step(ranks: Ranks, case: Case, model: str, run_dir: Path) -> list[int]:
     assert checkpoints.resume(policy, optimizer, critic) == 0
 
     team, timers, metrics = form_team(ranks, case.tensor_parallel, model), Timers(), Metrics()
-    groups = team.exchange(team.share(make_groups()), team.share(range(2))) if team.num_teams == 2 else make_groups()
+    groups = (
+        team.all_gather_groups(team.share(make_groups()), team.share(range(2)))
+        if team.num_teams == 2
+        else make_groups()
+    )
     if team.size > 1:
         call_tools(team)
     update = UpdateConfig(num_prompts_per_minibatch=1, max_tokens_per_microbatch=36, layout=case.layout)
