@@ -1,11 +1,11 @@
-"""Evaluation: the rollout of training, without branching, over benchmarks or question files; graded and reported.
+"""Evaluation: sample answers to benchmarks or question files, without branching, then grade them and write a report.
 
     torchrun --nproc_per_node 8 evaluate.py configs/qwen2.5_7b.yaml configs/eval.yaml --model.path MODEL
     python evaluate.py --model.path MODEL --eval.files my_questions.jsonl --eval.num_samples 4
     python evaluate.py RUN/config.yaml --eval.regrade RUN            # new grades and report, no model
 
-Writes runs/NAME/{trajectories/, grades/, scores.json, report.md, config.yaml, sessions.jsonl}; the same command
-continues what was killed. The report is about all of the folder's trajectories; `arpo-view RUN` shows them.
+Writes runs/NAME/{trajectories/, grades/, scores.json, report.md, config.yaml, sessions.jsonl}. After a kill the same
+command continues the run. The report covers all trajectories of the folder; `arpo-view RUN` shows them.
 """
 
 from __future__ import annotations
@@ -55,16 +55,24 @@ class EvalConfig:
     def __post_init__(self) -> None:
         if self.eval.regrade:
             return
-        some = self.eval.benchmarks or self.eval.files
-        require(some, "nothing to evaluate; pass eval.benchmarks (all, math, gaia, ...) or eval.files")
-        if server := self.eval.server:
-            require(is_own(server), f"eval.server={server} must be FILE.py:NAME=ADDRESS (docs/evaluation.md)")
-            definition_of("eval.server", server.partition("=")[0])
-        room = check_result_room(self.tools.search, self.rollout)
-        raise_all(*room, *check_context(self.rollout, self.max_model_len))
+        require(
+            self.eval.benchmarks or self.eval.files,
+            "nothing to evaluate; pass eval.benchmarks (all, math, gaia, ...) or eval.files",
+        )
+        if self.eval.server:
+            class_name, _, _ = self.eval.server.partition("=")
+            require(
+                is_own(self.eval.server),
+                f"eval.server={self.eval.server} must be FILE.py:NAME=ADDRESS (docs/evaluation.md)",
+            )
+            definition_of("eval.server", class_name)
+        raise_all(
+            *check_result_room(self.tools.search, self.rollout),
+            *check_context(self.rollout, self.max_model_len),
+        )
 
 
-# The config is read before torch is imported, so that --help and mistakes answer at once.
+# The config is read before torch is imported, so that --help and errors in options come at once.
 CONFIG = load_or_exit(EvalConfig, check_evaluation) if __name__ == "__main__" else None
 
 from dataclasses import replace
@@ -92,25 +100,26 @@ from arpo.tools.base import MutedTool
 def main(cfg: EvalConfig) -> None:
     if cfg.eval.regrade:
         run = Path(cfg.eval.regrade)
-        judge = Judge(cfg.judge, run / "judge.sqlite") if cfg.judge.url else None  # may be gone: its replies are kept
+        # No probe: all replies may be in the cache, and then the judge need not run.
+        judge = Judge(cfg.judge, run / "judge.sqlite") if cfg.judge.url else None
         grade_and_report(run, cfg.reward, judge)
         return
     ranks = init_ranks(cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s)
     ranks.log_devices()
     log = Console(is_main=ranks.is_main)
 
-    # ---- set-up: everything that can be wrong is found before the model is loaded
+    # ---- set-up: every error that can be detected is raised before the model is loaded
     if not cfg.eval.server:
         job = Job(sizes_of(cfg.model.path), cfg.model, engine=cfg.engine, max_model_len=cfg.max_model_len)
         check_memory(job, ranks.device)
     team = form_team(ranks, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
     env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout)
-    refusing = team.tool_runner({tag: MutedTool(tag) for tag in env.tools.tools})
+    muted_tools = team.tool_runner({tag: MutedTool(tag) for tag in env.tools.tools})
     sets, absent = load_sets(cfg.eval, env.codec, env.schemas)
     if cfg.reward.file:
         load_custom("reward.file", cfg.reward.function).try_on(sets[0].prompts[0], env.codec)
 
-    # ---- questions: what an earlier run of the same command has finished stays
+    # ---- questions: questions finished by an earlier run of the same command are not asked again
     folder = cfg.run.folder
     judge = None
     if ranks.is_main:
@@ -120,45 +129,56 @@ def main(cfg: EvalConfig) -> None:
             judge.probe()
     ranks.barrier()
     records = read_records(folder)
-    todo = [replace(s, prompts=unfinished(s.name, s.prompts, cfg.eval.num_samples, records)) for s in sets]
-    ranks.barrier()  # nobody writes before all have read
-    is_finished = not any(questions.prompts for questions in todo)
+    sets_to_ask = [replace(s, prompts=unfinished(s.name, s.prompts, cfg.eval.num_samples, records)) for s in sets]
+    del records
+    ranks.barrier()  # no rank may write a record before all ranks have read the old ones
+    is_finished = not any(questions.prompts for questions in sets_to_ask)
     if ranks.is_main and not is_finished:
         record_session(folder, {s.name: s.num_overlong for s in sets if not s.is_muted})
     for name in absent:
         log.line(f"{name}: left out; it is not in {cfg.eval.data_dir}")
-    for asked, left in zip(sets, todo, strict=True):
-        if not asked.is_muted:
-            num_finished = len(asked.prompts) - len(left.prompts)
-            log.line(f"{asked.name}: {len(asked.prompts)} questions, {num_finished} of them finished before")
+    for all_questions, questions in zip(sets, sets_to_ask, strict=True):
+        if not all_questions.is_muted:
+            num_questions = len(all_questions.prompts)
+            num_finished = num_questions - len(questions.prompts)
+            log.line(f"{all_questions.name}: {num_questions} questions, {num_finished} of them finished before")
 
-    # ---- rollout: one set after the other, questions dealt out over the ranks; each finished group is saved at once
+    # ---- rollout: set by set, each set's questions split over the teams; each finished group is saved at once
     engine = None if is_finished else make_engine(cfg, env.codec, team.index)
     sampling = replace(cfg.rollout, group_size=cfg.eval.num_samples)
     no_branching = BranchingConfig(selector="none", num_initial_rollouts=sampling.group_size)
-    for questions in todo:
+    for questions in sets_to_ask:
+        if not questions.prompts:
+            continue
         dump = SetDump(
-            folder, questions.name, metric=questions.metric, tools=env.codec.tools, protocol=env.codec.format
+            folder,
+            questions.name,
+            metric=questions.metric,
+            tools=env.codec.tools,
+            protocol=env.codec.format,
         )
-        used, save = refusing if questions.is_muted else env.tools, dump.add if team.is_first else None
         sampler = Sampler(
-            engine,
-            used,
-            env.codec,
-            team,
-            log,
-            cfg.run.seed,
-            sampling,
-            no_branching,
-            cfg.engine.max_num_seqs,
-            on_group=save,
+            engine=engine,
+            tools=muted_tools if questions.is_muted else env.tools,
+            codec=env.codec,
+            team=team,
+            log=log,
+            seed=cfg.run.seed,
+            rollout=sampling,
+            branching=no_branching,
+            max_num_seqs=cfg.engine.max_num_seqs,
+            on_group=dump.add if team.is_first else None,
         )
-        if questions.prompts:
-            at_once = 2 * cfg.engine.max_num_seqs  # a batch, and those whose tools are at work
-            source = OneRollout(sampler, questions.prompts, 0, label=questions.name, max_at_once=at_once)
-            sampler.run(source, questions.name, len(team.share(questions.prompts)), is_part=False)
+        source = OneRollout(
+            sampler,
+            questions.prompts,
+            0,
+            label=questions.name,
+            max_at_once=2 * cfg.engine.max_num_seqs,  # a full batch, and as many trajectories that wait for tools
+        )
+        sampler.run(source, questions.name, len(team.share(questions.prompts)), is_part=False)
     env.tools.close()
-    refusing.close()
+    muted_tools.close()
     if engine is not None:
         engine.close()
     ranks.close()  # the other ranks need not wait for the judge
@@ -169,23 +189,23 @@ def main(cfg: EvalConfig) -> None:
 
 
 def served_model(cfg: EvalConfig) -> str:
-    """Return what the server calls its model. Raises UserError where it does not answer, or lacks the model."""
-    server, address = server_class(cfg.eval.server)
-    return server.served(address, cfg.eval.server_model, cfg.max_model_len)
+    """Return the server's name of its model. Raises UserError if the server does not answer, or lacks the model."""
+    server_class, address = find_server(cfg.eval.server)
+    return server_class.served(address, cfg.eval.server_model, cfg.max_model_len)
 
 
-def server_class(server: str) -> tuple[Any, str]:
-    """Return the class of FILE.py:NAME=ADDRESS, and the address."""
+def find_server(server: str) -> tuple[Any, str]:
+    """Return the class and the address of FILE.py:NAME=ADDRESS."""
     name, _, address = server.partition("=")
     return find("eval.server", name, {}), address
 
 
-def make_engine(cfg: EvalConfig, codec: Codec, index: int) -> Any:
-    """Return an Engine, or what is named in its place."""
+def make_engine(cfg: EvalConfig, codec: Codec, team_index: int) -> Any:
+    """Return an Engine, or the engine of eval.server."""
     if not cfg.eval.server:
-        return Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + index)
-    server, address = server_class(cfg.eval.server)
-    return server(
+        return Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed + team_index)
+    server_class, address = find_server(cfg.eval.server)
+    return server_class(
         address,
         cfg.eval.server_model,
         codec,

@@ -202,6 +202,19 @@ class Trajectory:
                 logprobs[position] = math.nan
         return replace(self, rollout_logprobs=logprobs)
 
+    def compact(self) -> Trajectory:
+        """Return a copy with arrays in place of the lists of numbers per token.
+
+        Arrays need no Python object per token. Nothing is lost: engines and trainer also keep logprobs in float32.
+        """
+        return replace(
+            self,
+            token_ids=array("I", self.token_ids),
+            loss_mask=array("B", self.loss_mask),
+            rollout_logprobs=array("f", self.rollout_logprobs),
+            token_chars=array("H", self.token_chars),
+        )
+
     def branch(self, trajectory_id: str, turn: int) -> Trajectory:
         """Return a trajectory that shares all turns before this one, and ends there for now."""
         at = self.turns[turn].start

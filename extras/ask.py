@@ -18,7 +18,7 @@ from arpo.data.model_folder import check_model_folder
 from arpo.engine import Engine
 from arpo.engine.team import form_team
 from arpo.errors import UserError, printable
-from arpo.evals.prompts import asked_as
+from arpo.evals.prompts import with_benchmark_prompt
 from arpo.options import BranchingConfig
 from arpo.ranks import init_ranks
 from arpo.rollout import Rollout
@@ -56,7 +56,7 @@ def ask(cfg: AskConfig) -> None:
 
     for number, question in enumerate(questions()):
         asked = Prompt(f"question {number}", [{"role": "user", "content": question}], answers=[])
-        asked = asked_as(asked, system_prompt, codec.format)
+        asked = with_benchmark_prompt(asked, system_prompt, codec.format)
         try:
             prompts = tokenize_prompts([asked], codec.render_prompt, longest, "error", "the question")
         except UserError as error:

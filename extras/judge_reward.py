@@ -25,7 +25,7 @@ from typing import Literal
 
 from arpo.config.evals import JudgeConfig
 from arpo.errors import UserError, require
-from arpo.evals.grading import predicted
+from arpo.evals.grading import extract_prediction
 from arpo.evals.judge import Judge, JudgeTask, Verdict
 from arpo.rewards import accuracy_function
 from arpo.tools.http.client import HttpClient
@@ -97,7 +97,7 @@ class JudgeReward:
 
     def _task(self, t: Trajectory, prompt: Prompt) -> JudgeTask | None:
         """Return what is to be asked about a trajectory; None where it has no answer, or an error of ours ended it."""
-        prediction = predicted(t.segments, self.form)
+        prediction = extract_prediction(t.segments, self.form)
         if not prediction or t.stop_reason == StopReason.ERROR:
             return None
         return JudgeTask(prompt.messages[-1]["content"], tuple(prompt.answers), prediction)
@@ -119,7 +119,7 @@ class JudgeReward:
         atexit.register(self.close)
 
     async def _ask(self, task: JudgeTask) -> tuple[Verdict, float]:
-        if (recorded := self._judge.recorded(task)) is not None:
+        if (recorded := self._judge.cached_verdict(task)) is not None:
             return recorded, 0.0
         if self._client is None:
             self._client = self._judge.client()

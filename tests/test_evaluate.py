@@ -96,7 +96,7 @@ def evaluate_here(monkeypatch):
 
 
 def texts_of(run: Path) -> dict[tuple, str]:
-    return {(r.benchmark, r.question_id, r.sample): r.text for r in read_records(run)}
+    return {(r.benchmark, r.question_id, r.sample): r.trajectory.text for r in read_records(run)}
 
 
 # ---- generation by vLLM
@@ -111,8 +111,8 @@ def test_every_benchmark_is_generated_graded_and_reported(whole):
     assert set(scores["gaia"]["splits"]) == {"level 2"} and set(scores["hle"]["splits"]) == {"Math"}
     assert "No judge" in (whole / "report.md").read_text()
     records = read_records(whole)
-    assert len(records) == 14 * 2 * 2 and len({r.text for r in records}) > 50
-    assert all(0 < r.num_tokens <= 48 and r.wall_s >= 0 for r in records)
+    assert len(records) == 14 * 2 * 2 and len({r.trajectory.text for r in records}) > 50
+    assert all(0 < len(r.trajectory.token_ids) <= 48 and r.wall_s >= 0 for r in records)
 
 
 @pytest.mark.slow
@@ -212,15 +212,15 @@ def test_a_replay_runs_no_tool_and_gives_the_same_table(world, server, evaluate_
     first = read_records(world / "live")
     assert len(first) == 7 * 2 and {r.metric for r in first} == {"math", "qa", "reward"}
     for record in first:
-        assert [(call.tag, call.ok) for call in record.tool_calls] == [("search", True), ("python", True)]
-        assert record.text.endswith("\\boxed{42}</answer>") and "otters swim" in record.text
+        assert [(call.tag, call.ok) for call in record.trajectory.tool_calls] == [("search", True), ("python", True)]
+        assert record.trajectory.text.endswith("\\boxed{42}</answer>") and "otters swim" in record.trajectory.text
 
     options = {python: {"cache": str(tmp_path / "p.sqlite"), "mode": "replay_strict"}}
     strict = {"tools__search__mode": "replay_strict", "tools__options": json.dumps(options, separators=(",", ":"))}
     evaluate_here(*server_flags(world, server, "replayed", **own | caches | strict))
     second = read_records(world / "replayed")
-    assert [r.text for r in second] == [r.text for r in first]  # random.random() and all
-    assert all(call.cached for r in second for call in r.tool_calls)
+    assert [r.trajectory.text for r in second] == [r.trajectory.text for r in first]  # random.random() and all
+    assert all(call.cached for r in second for call in r.trajectory.tool_calls)
     old, new = (json.loads((world / name / "scores.json").read_text()) for name in ("live", "replayed"))
     assert old["own"]["accuracy"] == 1.0 and old["own"]["reward"] == pytest.approx(1.1)
     assert without_times(new) == without_times(old)
@@ -250,8 +250,8 @@ def test_the_control_with_muted_tools_asks_the_same_questions_and_is_in_no_avera
     assert sorted((r.benchmark, r.metric) for r in muted) == sorted(
         2 * [("gsm8k_muted", "math"), ("math500_muted", "math"), ("own_muted", "reward")]
     )
-    assert {call.error_kind for r in muted for call in r.tool_calls} == {"muted"}
-    assert all(call.ok for r in records if r not in muted for call in r.tool_calls)
+    assert {call.error_kind for r in muted for call in r.trajectory.tool_calls} == {"muted"}
+    assert all(call.ok for r in records if r not in muted for call in r.trajectory.tool_calls)
     asked = {r.question for r in records if r.benchmark == "own"}
     assert len(asked) == 3 and {r.question for r in muted if r.benchmark == "own_muted"} < asked
     report = (world / "muted" / "report.md").read_text()

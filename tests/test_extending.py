@@ -426,7 +426,7 @@ def test_a_run_on_functions_of_a_file_is_to_the_bit_the_run_on_ours(tmp_path):
 USE_FRAMES = """
 import json
 from pathlib import Path
-from arpo.evals.benchmarks import questions, select
+from arpo.evals.benchmarks import read_benchmark, select
 
 Path("sets/frames").mkdir(parents=True)
 row = {"Prompt": "Who wrote it?", "Answer": "Jane Austen", "reasoning_types": "multi hop"}
@@ -434,7 +434,7 @@ Path("sets/frames/test.jsonl").write_text(json.dumps(row))
 chosen, absent = select(("frames",), "sets")
 assert set(chosen) == {"frames"} and not absent
 assert "frames" in select(("qa",), "sets")[0]
-[prompt] = questions("frames", chosen["frames"], "sets")
+[prompt] = read_benchmark("frames", chosen["frames"], "sets")
 assert prompt.answers == ["Jane Austen"] and prompt.meta == {"split": "multi hop"}
 assert prompt.messages[-1]["content"] == "Who wrote it?" and prompt.messages[0]["role"] == "system"
 print(chosen["frames"].grader)

@@ -90,7 +90,9 @@ def test_rl_trains_on_calls_of_real_python(world, protocol):
 
 def records(world, name: str) -> list[tuple]:
     found = sorted(read_records(world / "runs" / name), key=lambda r: r.question)
-    return [(r.question, r.protocol, r.text, [(c.tag, c.ok) for c in r.tool_calls]) for r in found]
+    return [
+        (r.question, r.protocol, r.trajectory.text, [(c.tag, c.ok) for c in r.trajectory.tool_calls]) for r in found
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -37,8 +37,11 @@ def _test(hint: Any) -> tuple[frozenset[type], Callable[[Any], bool] | None]:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         tests = [_test(kind) for kind in arguments]
-        assert all(test is None for _, test in tests), f"{hint}: a union of simple types only"
-        return frozenset().union(*(kinds for kinds, _ in tests)), None
+
+        def fits(value: Any) -> bool:
+            return any(type(value) in kinds and (test is None or test(value)) for kinds, test in tests)
+
+        return frozenset().union(*(kinds for kinds, _ in tests)), fits
     if origin in (list, dict):
         kinds, test = _test(arguments[-1])
 

@@ -11,7 +11,6 @@ results to the others. It also scores, counts and saves alone, since the others 
 from __future__ import annotations
 
 import os
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -81,22 +80,8 @@ class Team:
 
 
 def compact(group: Group) -> Group:
-    """Return the group with arrays in place of its lists of numbers per token.
-
-    Arrays unpickle 40 times faster and need no Python object per token. Nothing is lost: engines and trainer also keep
-    logprobs in float32.
-    """
-    trajectories = [
-        replace(
-            t,
-            token_ids=array("I", t.token_ids),
-            loss_mask=array("B", t.loss_mask),
-            rollout_logprobs=array("f", t.rollout_logprobs),
-            token_chars=array("H", t.token_chars),
-        )
-        for t in group.trajectories
-    ]
-    return replace(group, trajectories=trajectories)
+    """Return the group with compact trajectories. A rank unpickles these 40 times faster."""
+    return replace(group, trajectories=[t.compact() for t in group.trajectories])
 
 
 def form_team(ranks: Ranks, size: int, model_path: str) -> Team:

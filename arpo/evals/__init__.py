@@ -1,4 +1,4 @@
-"""Means with bootstrap intervals, and pass@k: the statistics of every evaluation."""
+"""Statistics of evaluations: means with bootstrap intervals, and pass@k."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def bootstrap_means(values: Sequence[float], *, seed: int | Sequence[int] = 0) -> np.ndarray:
-    """(2000,) means of samples drawn from the values with replacement, 100 samples at a time."""
-    data, rng = np.asarray(values, dtype=np.float64), np.random.default_rng(seed)
+    """Return (2000,) means of samples drawn from the values with replacement."""
+    data = np.asarray(values, dtype=np.float64)
+    rng = np.random.default_rng(seed)
+    # 20 blocks of 100 samples: one block of 2,000 would take 20 times the memory.
     return np.concatenate([data[rng.integers(len(data), size=(100, len(data)))].mean(1) for _ in range(20)])
 
 
 def interval_of(means: np.ndarray) -> tuple[float, float]:
-    """Bounds of the middle 95 % of resampled means: a percentile bootstrap interval."""
+    """Return the bounds of the middle 95 % of resampled means: a percentile bootstrap interval."""
     tail = (1.0 - 0.95) / 2
     return float(np.quantile(means, tail)), float(np.quantile(means, 1.0 - tail))

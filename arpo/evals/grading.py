@@ -1,13 +1,13 @@
-"""Grading finds out what each recorded trajectory answered, and whether it is right. It loads no model.
+"""Grading extracts the answer of each recorded trajectory and decides whether it is correct. It loads no model.
 
     metric    scores                      correct (0..1) is
     math      math_equal                  math_equal
-    qa        em, f1 (and judge)          the judge's verdict where there is a judge, else f1
-    reward    reward, well_formed         the reward's accuracy part: what training optimises
+    qa        em, f1 (and judge)          the judge's verdict if there is a judge, otherwise f1
+    reward    reward, well_formed         the reward's accuracy part, as in training
 
-The answer that counts is looked for in what the model wrote, never in tool results: the last box of the last <answer>
-block, else the block's text, else the last box after the thoughts (with calls in JSON: of the last turn). `reward` has
-the format's own, stricter rule.
+The graded answer comes from the model's own text, never from tool results. It is the last box of the last <answer>
+block, or the block's text if it has no box. Without a block it is the last box after the thoughts (if calls are in
+JSON: in the last turn). `reward` follows the stricter rule of the format.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from arpo.rewards import score_groups
 from arpo.rewards.custom import CustomReward
 from arpo.rewards.math_answer import math_accuracy
 from arpo.rewards.qa import exact_match, qa_accuracy
-from arpo.trajectory import Group, Prompt, Trajectory, Turn
+from arpo.trajectory import Group
 
 Metric = Literal["math", "qa", "reward"]
 REWARD_ONLY = "reward, no accuracy"
-"""Grader of a custom reward without an accuracy part."""
+"""Metric of grades by a custom reward without an accuracy part."""
 MEASURES = {"math": {"math_equal": math_accuracy}, "qa": {"em": exact_match, "f1": qa_accuracy}}
-"""The scores of a grade by rule; the last one is `correct`."""
+"""Metric -> the scores of a grade by rule. The last score is `correct`."""
 MAX_PREDICTION_CHARS = 2000
-"""Longest prediction that is taken from an answer block without a box."""
+"""An answer block without a box is cut to this length."""
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
@@ -49,43 +49,53 @@ def grade_records(
     reward: RewardConfig | None = None,
     custom: CustomReward | None = None,
 ) -> list[Grade]:
-    """Return grades in the order of the records; `reward` and `custom` are those of training (metric "reward"). Raises
-    UserError where the judge must be asked and cannot be reached, or a custom reward fails."""
+    """Return grades in the order of the records. `reward` and `custom` are the reward of training (metric "reward").
+
+    Raises UserError if a custom reward fails, or if a judge is needed and cannot be reached.
+    """
     if metric == "reward":
-        return _reward_grades(records, reward or RewardConfig(), custom)
+        return _grade_by_reward(records, reward or RewardConfig(), custom)
     grades = [_grade_by_rule(record, metric) for record in records]
     if metric == "math" or judge is None:
         return grades
-    answered = [(record, grade) for record, grade in zip(records, grades, strict=True) if grade.prediction]
-    tasks = [JudgeTask(record.question, tuple(record.answers), grade.prediction) for record, grade in answered]
+    tasks = [
+        JudgeTask(record.question, tuple(record.prompt.answers), grade.prediction)
+        for record, grade in zip(records, grades, strict=True)
+        if grade.prediction
+    ]
     verdicts = iter(judge.judge(tasks))
-    return [_judged(grade, next(verdicts) if grade.prediction else None) for grade in grades]
+    return [_with_verdict(grade, next(verdicts) if grade.prediction else None) for grade in grades]
 
 
-def predicted(segments: list[tuple[str, bool]], form: str) -> str:
-    r"""Return the answer that a response in this protocol.format gives; "" = none.
+def extract_prediction(segments: list[tuple[str, bool]], form: str) -> str:
+    r"""Return the answer of a response in this protocol.format; "" = none.
 
-    >>> predicted([(r"<think>\boxed{1}</think><answer>It is \boxed{2}.</answer>", True)], "tags")
+    >>> extract_prediction([(r"<think>\boxed{1}</think><answer>It is \boxed{2}.</answer>", True)], "tags")
     '2'
-    >>> predicted([("<think>t</think><answer> Paris </answer>", True)], "tags")
+    >>> extract_prediction([("<think>t</think><answer> Paris </answer>", True)], "tags")
     'Paris'
     """
     text = form_of(form).rules.graded_text(segments)
-    if blocks := _ANSWER.findall(text):
-        box = last_box(blocks[-1])
-        return blocks[-1].strip()[:MAX_PREDICTION_CHARS] if box is None else box
-    return last_box(text.rpartition("</think>")[2]) or ""
+    blocks = _ANSWER.findall(text)
+    if not blocks:
+        _, _, after_thoughts = text.rpartition("</think>")
+        return last_box(after_thoughts) or ""
+    box = last_box(blocks[-1])
+    return blocks[-1].strip()[:MAX_PREDICTION_CHARS] if box is None else box
 
 
 def _grade_by_rule(record: Record, metric: Metric) -> Grade:
-    prediction, measures = predicted(record.segments, record.protocol), MEASURES[metric]
-    scores = {name: measure(prediction, record.answers) if prediction else 0.0 for name, measure in measures.items()}
-    return _grade(record, list(measures)[-1], scores, prediction)
+    prediction = extract_prediction(record.trajectory.segments, record.protocol)
+    answers = record.prompt.answers
+    measures = MEASURES[metric]
+    scores = {name: measure(prediction, answers) if prediction else 0.0 for name, measure in measures.items()}
+    return _grade(record, metric=list(measures)[-1], scores=scores, prediction=prediction)
 
 
-def _judged(grade: Grade, verdict: Verdict | None) -> Grade:
-    """Put the judge's verdict into a grade; None = there was no answer to judge."""
-    status, reply = (verdict.status, verdict.reply) if verdict else ("incorrect", "")
+def _with_verdict(grade: Grade, verdict: Verdict | None) -> Grade:
+    """Add the judge's verdict to a grade. None = there was no answer to judge."""
+    status = verdict.status if verdict else "incorrect"
+    reply = verdict.reply if verdict else ""
     correct = float(status == "correct")
     grade = replace(grade, correct=correct, metric="judge", judge_reply=reply)
     if status in ("unparsable", "failed"):
@@ -93,14 +103,9 @@ def _judged(grade: Grade, verdict: Verdict | None) -> Grade:
     return replace(grade, scores=grade.scores | {"judge": correct})
 
 
-def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomReward | None) -> list[Grade]:
-    groups = []
-    for r in records:
-        messages = [{"role": "user", "content": r.question}]
-        prompt = Prompt(r.question_id, messages, r.answers, r.data_source, meta=r.meta)
-        turns = [Turn(0, tool_calls=[call]) for call in r.tool_calls]
-        sample = Trajectory(r.question_id, str(r.sample), turns=turns, text=r.text, segments=r.segments)
-        groups.append(Group(prompt, [sample]))
+def _grade_by_reward(records: Sequence[Record], cfg: RewardConfig, custom: CustomReward | None) -> list[Grade]:
+    # Scoring writes into the trajectories, so it gets copies.
+    groups = [Group(record.prompt, [replace(record.trajectory)]) for record in records]
     tools = records[0].tools if records else ()  # the same in all records of a run
     form = records[0].protocol if records else "tags"
     score_groups(groups, cfg, custom, tools=tools, form=form)
@@ -111,24 +116,35 @@ def _reward_grades(records: Sequence[Record], cfg: RewardConfig, custom: CustomR
             why = f"no reward for question {record.question_id} ({t.reward_reason}), and an evaluation needs one"
             raise UserError(f"reward.file={cfg.file}: {why}")
         scores = {**t.reward_parts, "reward": t.reward, "well_formed": float(t.reward >= 0)}
-        grade = _grade(record, "reward", scores, predicted(record.segments, record.protocol))
-        # a custom reward that does not say what is right is its own measure, under its own name
-        correct, metric = (t.reward, REWARD_ONLY) if t.accuracy is None else (t.accuracy, "reward")
-        grades.append(replace(grade, correct=correct, metric=metric, reason=t.reward_reason))
+        prediction = extract_prediction(t.segments, record.protocol)
+        grade = _grade(record, metric="reward", scores=scores, prediction=prediction)
+        if t.accuracy is None:
+            # The report must not call this an accuracy, so the metric has another name.
+            grade = replace(grade, correct=t.reward, metric=REWARD_ONLY)
+        else:
+            grade = replace(grade, correct=t.accuracy)
+        grades.append(replace(grade, reason=t.reward_reason))
     return grades
 
 
-def _grade(record: Record, metric: str, scores: dict[str, float], prediction: str) -> Grade:
-    digest = question_digest(record.question, record.answers)
-    reason = "" if prediction else "no_answer"
-    return Grade(record.question_id, record.sample, scores, scores[metric], metric, reason, prediction, "", digest)
+def _grade(record: Record, *, metric: str, scores: dict[str, float], prediction: str) -> Grade:
+    return Grade(
+        question_id=record.question_id,
+        sample=record.sample,
+        scores=scores,
+        correct=scores[metric],
+        metric=metric,
+        reason="" if prediction else "no_answer",
+        prediction=prediction,
+        question_digest=question_digest(record.question, record.prompt.answers),
+    )
 
 
 def question_digest(question: str, answers: list[str]) -> str:
-    """Return what tells a question apart from another of the same number."""
+    """Return a digest of question and answers. Another question with the same id has another digest."""
     return hashlib.sha256(json.dumps([question, answers]).encode()).hexdigest()[:16]
 
 
 def well_formed(record: Record) -> bool:
-    """Return whether the response is in the format of training."""
-    return not form_of(record.protocol).rules.format_error(record.segments, record.tools)
+    """True if the response follows the format of training."""
+    return not form_of(record.protocol).rules.format_error(record.trajectory.segments, record.tools)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo.data.model_folder import check_model_folder
-from arpo.evals.benchmarks import questions, select
+from arpo.evals.benchmarks import read_benchmark, select
 from arpo.protocol import form_of
 from arpo.start.inputs import NUM_ROWS, check_questions
 from arpo.start.run_folder import claim_folder
@@ -22,6 +22,6 @@ def check_evaluation(cfg: Any) -> None:
     if not cfg.eval.server:
         check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     for name, benchmark in select(cfg.eval.benchmarks, cfg.eval.data_dir)[0].items():
-        questions(name, benchmark, cfg.eval.data_dir, max_questions=NUM_ROWS)
+        read_benchmark(name, benchmark, cfg.eval.data_dir, max_questions=NUM_ROWS)
     check_questions(cfg.eval.files, cfg.tools)
     claim_folder(cfg.run.folder, cfg.SCRIPT)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (the Chinese prompt's punctuation is meant)
-"""The system prompts that benchmarks are asked with, each with the tools that it offers."""
+"""The system prompts of the benchmarks, each with the tools it offers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ PROMPTS: dict[str, tuple[str, tuple[str, ...]]] = {
 """Kind -> system prompt and tools. code_search is the prompt of training."""
 
 
-def asked_as(prompt: Prompt, system_prompt: str, form: str = "tags") -> Prompt:
-    """Give a prompt the system prompt and tools of a kind of PROMPTS; other texts act as in `with_system_prompt`.
+def with_benchmark_prompt(prompt: Prompt, system_prompt: str, form: str = "tags") -> Prompt:
+    """Return the prompt with a system prompt and its tools.
 
-    Where the template lists the tools of this `form` (protocol.format), a kind's text is replaced by the form's own.
+    system_prompt: a key of PROMPTS, or a text for `with_system_prompt`; a text changes no tools. form: the value of
+    protocol.format. If the chat template lists the tools for this form, a key of PROMPTS gives the form's text.
     """
     text, tools = PROMPTS.get(system_prompt, (system_prompt, prompt.tools))
     if system_prompt in PROMPTS and form_of(form).template_lists_tools:
@@ -40,7 +41,7 @@ def asked_as(prompt: Prompt, system_prompt: str, form: str = "tags") -> Prompt:
 
 
 def is_chinese(text: str) -> bool:
-    """Return whether at least a third of the letters are Chinese characters.
+    """True if at least a third of the letters are Chinese characters.
 
     >>> is_chinese("截至2024年12月31日"), is_chinese("Who wrote 西游记, in English Journey to the West?")
     (True, False)

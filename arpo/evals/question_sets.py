@@ -1,4 +1,4 @@
-"""The sets of questions of an evaluation: benchmarks, question files, and the controls that ask with tools refused."""
+"""The question sets of an evaluation: benchmarks, question files, and control sets with muted tools."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from arpo.config.evals import EvalSection
 from arpo.data import load_prompts, tokenize_prompts
 from arpo.data.hub import local_file, source_of
 from arpo.errors import UserError
-from arpo.evals.benchmarks import questions, select
+from arpo.evals.benchmarks import read_benchmark, select
 from arpo.evals.grading import Metric
-from arpo.evals.prompts import asked_as
+from arpo.evals.prompts import with_benchmark_prompt
 from arpo.evals.scores import MUTED
 from arpo.protocol import Codec
 from arpo.protocol.schema import ToolSchema
@@ -21,43 +21,49 @@ from arpo.trajectory import Prompt
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Tokenized questions that are reported together, under a name."""
+    """Tokenized questions with a common score in the report."""
 
     name: str
     prompts: list[Prompt]
     metric: Metric
     num_overlong: int = 0
-    """Number of questions that were left out as too long."""
+    """Number of questions left out because their prompts are too long."""
     is_muted: bool = False
     """True = every tool call is refused."""
 
 
 def load_sets(cfg: EvalSection, codec: Codec, schemas: Mapping[str, ToolSchema]) -> tuple[list[QuestionSet], list[str]]:
-    """Return the chosen benchmarks, the question files by their stems, and a muted control of each where it is wanted.
+    """Return the question sets, and the names of benchmarks without a file.
 
-    Also the names of the benchmarks that are left out because their files are not there. Raises UserError for a set
-    that cannot be used.
+    The sets are the chosen benchmarks, the question files (named by their stems), and with eval.num_muted a muted
+    control of each. Raises UserError for an unusable set.
     """
     chosen, absent = select(cfg.benchmarks, cfg.data_dir)
-    found: dict[str, list[Prompt]] = {}
+    prompts_by_set: dict[str, list[Prompt]] = {}
     for name, benchmark in chosen.items():
-        found[name] = questions(name, benchmark, cfg.data_dir, max_questions=cfg.max_questions, form=codec.format)
+        prompts_by_set[name] = read_benchmark(
+            name, benchmark, cfg.data_dir, max_questions=cfg.max_questions, form=codec.format
+        )
     for file in cfg.files:
         path = local_file(file)
-        if path.stem in found or file.endswith(f"{MUTED}{path.suffix}"):
+        if path.stem in prompts_by_set or file.endswith(f"{MUTED}{path.suffix}"):
             raise UserError(f"eval.files: {file} has the name of another set; rename it, the report goes by name")
         prompts = load_prompts(path, source=source_of(file))[: cfg.max_questions or None]
         check_offered(prompts, codec.tools, file)
-        if len({prompt.data_source for prompt in prompts}) > 1:  # which are reported one by one
-            prompts = [replace(p, meta={"split": p.data_source} | p.meta) for p in prompts]
-        found[path.stem] = prompts
+        if len({prompt.data_source for prompt in prompts}) > 1:
+            # The report scores each data source, if the rows name no splits of their own.
+            prompts = [replace(prompt, meta={"split": prompt.data_source} | prompt.meta) for prompt in prompts]
+        prompts_by_set[path.stem] = prompts
     system_prompt = system_prompt_for(cfg.system_prompt, schemas, form=codec.format)
     sets = []
-    for name, prompts in found.items():
-        asked = [asked_as(prompt, system_prompt, codec.format) for prompt in prompts]
+    for name, prompts in prompts_by_set.items():
+        asked = [with_benchmark_prompt(prompt, system_prompt, codec.format) for prompt in prompts]
         fitting = tokenize_prompts(asked, codec.render_prompt, cfg.max_prompt_tokens, cfg.overlong, name)
         metric = chosen[name].grader if name in chosen else "reward"
-        sets.append(QuestionSet(name, fitting, metric, len(prompts) - len(fitting)))
-    for plain in list(sets) if cfg.num_muted else ():
-        sets.append(QuestionSet(plain.name + MUTED, plain.prompts[: cfg.num_muted], plain.metric, is_muted=True))
+        sets.append(QuestionSet(name, fitting, metric, num_overlong=len(prompts) - len(fitting)))
+    if cfg.num_muted:
+        sets += [
+            QuestionSet(plain.name + MUTED, plain.prompts[: cfg.num_muted], plain.metric, is_muted=True)
+            for plain in sets
+        ]
     return sets, absent

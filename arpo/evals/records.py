@@ -1,10 +1,10 @@
-"""Records: what grading and reports read of an evaluation's finished trajectories, which are dumps (log/dumps.py).
+"""Records: the finished trajectories of an evaluation with their questions, read from dumps (log/dumps.py).
 
-    RUN/trajectories/gaia.0.jsonl  gaia.1.jsonl ...     a set's groups; a file for each process that sampled of them
+    RUN/trajectories/gaia.0.jsonl  gaia.1.jsonl ...     groups of a question set; one file per process
     RUN/grades/gaia.jsonl                               their grades
 
-A group is on disk before the next one is handled. No file is written to by a second process, so what a killed one left
-of a last line stays, and is passed over: the next start of the command makes files of its own.
+A group is on disk before the next one is handled. Each process writes files of its own. So if a process is killed
+within a line, this part of a line stays in its file, and readers skip it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from arpo.errors import UserError
 from arpo.log.dumps import dump_line, read_dump
 from arpo.protocol import FORMS
 from arpo.protocol.tags import PAPER_TOOLS
-from arpo.trajectory import Group, ToolCall, Trajectory
+from arpo.trajectory import Group, Prompt, Trajectory
 
 FOLDER = "trajectories"
 
@@ -34,57 +34,54 @@ FOLDER = "trajectories"
 class Record:
     """One finished trajectory of an evaluation."""
 
+    prompt: Prompt
+    trajectory: Trajectory
+    """The trajectory, `compact`: its lists of numbers per token are arrays."""
     benchmark: str
     """Name in the table of benchmarks, or stem of the question file."""
-    question_id: str
-    """Name of the question, unique within the benchmark."""
     sample: int
-    """Number of the trajectory among the n of its question, from 0."""
-    question: str
-    answers: list[str]
-    """Accepted answers (aliases)."""
-    data_source: str
+    """Index of the trajectory among the n trajectories of its question."""
     metric: str
-    """Grading rule: "math", "qa", or "reward" (for question files of one's own)."""
-    text: str
-    """The whole response, tool results included."""
-    segments: list[tuple[str, bool]]
-    """`text` as (text, written by the model) runs."""
-    stop_reason: str
-    num_tokens: int
-    """Number of tokens of the response, tool results included."""
-    num_sampled_tokens: int
+    """Grading rule: "math", "qa", or "reward" (for custom question files)."""
     wall_s: float
-    """Seconds from the first token to the end, with tool calls, without the wait for a place in the batch."""
-    tool_calls: list[ToolCall]
-    meta: dict = field(default_factory=dict)
-    """The question's other fields (`ability`, `extra_info`, ...), for a reward of one's own."""
+    """Seconds from the first token to the end. Includes tool calls, not the wait for a slot in the batch."""
     tools: tuple[str, ...] = PAPER_TOOLS
-    """Tags of the tools that were loaded; their calls must be well-formed."""
+    """Tags of all loaded tools. Their calls must be well-formed."""
     protocol: str = "tags"
     """The protocol.format of the run."""
 
     @property
+    def question_id(self) -> str:
+        """Name of the question, unique within the benchmark."""
+        return self.prompt.prompt_id
+
+    @property
+    def question(self) -> str:
+        return self.prompt.messages[-1]["content"]
+
+    @property
     def split(self) -> str:
-        """Part of the benchmark that is reported on its own: "level 1" (GAIA), a category (HLE); "" = none."""
-        return str(self.meta.get("split", ""))
+        """Part of the benchmark with its own score: "level 1" (GAIA), a category (HLE); "" = none."""
+        return str(self.prompt.meta.get("split", ""))
 
 
 class SetDump:
-    """This process' dump of one set of questions. Its file is made with the first group."""
+    """Writes the groups of one question set from this process. The first group creates the file."""
 
     def __init__(self, run: Path, benchmark: str, *, metric: str, tools: Sequence[str], protocol: str):
-        self.run, self.benchmark = run, benchmark
-        self.about = {"benchmark": benchmark, "metric": metric, "tools": list(tools), "protocol": protocol}
+        self.run = run
+        self.benchmark = benchmark
+        self.set_fields = {"benchmark": benchmark, "metric": metric, "tools": list(tools), "protocol": protocol}
         self.path: Path | None = None
 
     def add(self, group: Group, wall_s: Sequence[float]) -> None:
-        """Write a finished group, and wait until it is on disk; `wall_s[i]` are the seconds of trajectory i."""
+        """Write a finished group and wait until it is on disk. wall_s[i] are the seconds of trajectory i."""
         lines = []
         for sample, (trajectory, seconds) in enumerate(zip(group.trajectories, wall_s, strict=True)):
-            more = {"sample": sample, "wall_s": round(seconds, 3), "meta": group.prompt.meta}
-            lines.append(dump_line(group, trajectory, self.about | more))
-        self.path = self.path or self._new_file()
+            sample_fields = {"sample": sample, "wall_s": round(seconds, 3), "meta": group.prompt.meta}
+            lines.append(dump_line(group, trajectory, self.set_fields | sample_fields))
+        if self.path is None:
+            self.path = self._new_file()
         with self.path.open("ab") as file:
             file.write(b"".join(lines))
             file.flush()
@@ -96,45 +93,47 @@ class SetDump:
         for number in count():
             path = folder / f"{self.benchmark}.{number}.jsonl"
             with suppress(FileExistsError):
-                path.open("xb").close()  # of two processes only one makes it
+                path.open("xb").close()  # "x": if two processes try the same name, only one of them succeeds
                 return path
 
 
 def read_records(run: Path) -> list[Record]:
-    """Read the records of an evaluation, ordered by benchmark, question and sample; of a trajectory that is there twice
-    the first. Raises UserError that names file and line for any damage."""
-    found: dict[tuple[str, str, int], Record] = {}
+    """Read the records of an evaluation, ordered by benchmark, question and sample.
+
+    If a trajectory occurs twice, the first one counts. Raises UserError with file and line for any damage.
+    """
+    records: dict[tuple[str, str, int], Record] = {}
     for path in sorted((run / FOLDER).glob("*.jsonl")):
         for place, trajectory, row in read_dump(path):
-            record = as_record(trajectory, row, place)
-            found.setdefault((record.benchmark, record.question_id, record.sample), record)
-    return [found[key] for key in sorted(found)]
+            record = make_record(trajectory, row, place)
+            records.setdefault((record.benchmark, record.question_id, record.sample), record)
+    return [records[key] for key in sorted(records)]
 
 
-def as_record(trajectory: Trajectory, row: dict[str, Any], place: str) -> Record:
-    """Return the record of a dumped trajectory; `row`: the other fields of its line."""
-    if (protocol := str(row.get("protocol", "tags"))) not in FORMS:
+def make_record(trajectory: Trajectory, row: dict[str, Any], place: str) -> Record:
+    """Return the record of a dumped trajectory. row: the other fields of its line. place: FILE:LINE, for errors."""
+    protocol = str(row.get("protocol", "tags"))
+    if protocol not in FORMS:
         raise UserError(f"{place}: its calls are in the form {protocol!r}; pass it as --protocol.format")
     try:
-        record = Record(
-            benchmark=row["benchmark"],
-            question_id=trajectory.prompt_id,
-            sample=row["sample"],
-            question=row["question"],
+        prompt = Prompt(
+            prompt_id=trajectory.prompt_id,
+            messages=row["messages"],
             answers=row["answers"],
             data_source=row["data_source"],
-            metric=row["metric"],
-            text=trajectory.text,
-            segments=[(text, by_model) for text, by_model in trajectory.segments],
-            stop_reason=str(trajectory.stop_reason),
-            num_tokens=len(trajectory.token_ids),
-            num_sampled_tokens=trajectory.num_sampled_tokens,
-            wall_s=row["wall_s"],
-            tool_calls=trajectory.tool_calls,
             meta=row["meta"],
+        )
+        record = Record(
+            prompt=prompt,
+            trajectory=trajectory.compact(),
+            benchmark=row["benchmark"],
+            sample=row["sample"],
+            metric=row["metric"],
+            wall_s=row["wall_s"],
             tools=tuple(row["tools"]),
             protocol=row["protocol"],
         )
+        check_types(prompt)
         check_types(record)
         return record
     except KeyError as error:
@@ -153,20 +152,19 @@ class Grade:
     question_id: str
     sample: int
     scores: dict[str, float]
-    """Name -> score. `judge` is there only if the judge's verdict could be read."""
+    """Name -> score. It has `judge` only if the judge's verdict could be read."""
     correct: float
-    """Share of correctness, 0..1; a sample counts as solved at 1."""
+    """Share of correctness, 0..1. A sample counts as solved at 1."""
     metric: str
-    """Name of the score that `correct` is: math_equal, f1, judge or reward."""
+    """Name of the score behind `correct`: math_equal, f1, judge or reward."""
     reason: str
-    """Short stable name of what was unusual: "" = nothing, no_answer, judge_unparsable, judge_failed, or the format's
-    defect."""
+    """Short stable name of a problem: no_answer, judge_unparsable, judge_failed, or the format's defect; "" = none."""
     prediction: str = ""
-    """The answer that was graded; "" = none."""
+    """The graded answer; "" = none."""
     judge_reply: str = ""
-    """The judge's whole reply, or the reason why there is none."""
+    """The judge's full reply, or the reason why there is no reply."""
     question_digest: str = ""
-    """Digest of question and answers. Runs are compared on equal questions only."""
+    """Digest of question and answers. Comparisons of runs use equal questions only."""
 
 
 def grades_path(run: Path, benchmark: str) -> Path:
@@ -180,7 +178,7 @@ def write_grades(path: Path, grades: Sequence[Grade]) -> None:
 
 
 def read_grades(path: Path) -> list[Grade]:
-    """Read what `write_grades` wrote. Raises UserError that names file and line."""
+    """Read a file of `write_grades`. Raises UserError with file and line for any damage."""
     grades: list[Grade] = []
     try:
         for line in read_file(path).decode().split("\n")[:-1]:

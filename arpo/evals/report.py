@@ -1,6 +1,6 @@
 """The report of an evaluation: RUN/{scores.json, report.md, grades/<benchmark>.jsonl}.
 
-All of it is made of records and grades, so that it can be made again at any time, and comes out the same.
+It depends only on records and grades, so it can be written again at any time, with the same result.
 """
 
 from __future__ import annotations
@@ -28,23 +28,31 @@ JUDGE_REASONS = {
 
 
 def grade_and_report(run: Path, reward: RewardConfig, judge: Judge | None) -> None:
-    """Grade all records of a run, write its report, and say where that is. Raises UserError where there are none."""
+    """Grade all records of a run, write its report, and print its path. Raises UserError if there are no records."""
     if begun_settings(run).get("script") != "evaluate":
         raise UserError(f"{run / 'config.yaml'}: no settings of evaluate.py; is {run} the folder of an evaluation?")
-    found: dict[str, list[Record]] = {}
+    unordered: dict[str, list[Record]] = {}
     for record in read_records(run):
-        found.setdefault(record.benchmark, []).append(record)
-    if not found:
+        unordered.setdefault(record.benchmark, []).append(record)
+    if not unordered:
         raise UserError(f"{run}: there is no finished trajectory; evaluate first")
-    by_name = {name: found[name] for name in [*BENCHMARKS, *found] if name in found}  # benchmarks in their own order
+    # Benchmarks come in the order of their table, then question files.
+    records_by_set = {name: unordered[name] for name in [*BENCHMARKS, *unordered] if name in unordered}
     custom = load_custom("reward.file", reward.function) if reward.file else None
-    grades = {
+    grades_by_set = {
         name: grade_records(records, metric=records[0].metric, judge=judge, reward=reward, custom=custom)
-        for name, records in by_name.items()
+        for name, records in records_by_set.items()
     }
     about, overlong = about_run(run)
-    name, seed = judge.cfg.model if judge else "", settings_of(run).get("run.seed", 0)
-    write_report(run, by_name, grades, judge=name, seed=seed, overlong=overlong, about=about)
+    write_report(
+        run,
+        records_by_set,
+        grades_by_set,
+        judge=judge.cfg.model if judge else "",
+        seed=settings_of(run).get("run.seed", 0),
+        overlong=overlong,
+        about=about,
+    )
     if judge is not None:
         judge.close()
     print("\n## ".join((run / "report.md").read_text().split("\n## ")[:2]))  # its head and the first table
@@ -61,42 +69,53 @@ def write_report(
     overlong: Mapping[str, int] | None = None,
     about: str = "",
 ) -> dict[str, Scores]:
-    """Write all files of the report; returns the scores by benchmark, as in scores.json.
+    """Write all files of the report. Return the scores by benchmark, as in scores.json.
 
-    A benchmark's grades stand in the order of its records. `judge`: name of its model; `seed`: of the bootstrap;
-    `overlong`: set -> number of its questions that were left out; `about`: a line about the run.
+    A benchmark's grades are in the order of its records. judge: name of the judge's model. seed: seed of the bootstrap.
+    overlong: question set -> number of questions left out. about: a line about the run.
     """
     scores: dict[str, Scores] = {}
     for name, records in records_by_benchmark.items():
-        scores[name] = s = benchmark_scores(records, grades_by_benchmark[name], seed=seed)
+        s = benchmark_scores(records, grades_by_benchmark[name], seed=seed)
         if s["metric"] == "judge":
             s["judge"] = judge
-        if num_overlong := (overlong or {}).get(name):
-            s["overlong"] = num_overlong
+        if overlong and overlong.get(name):
+            s["overlong"] = overlong[name]
+        scores[name] = s
     families = {name: benchmark.family for name, benchmark in BENCHMARKS.items()}
     tables = report_tables(scores, averages(grades_by_benchmark, families, seed=seed))
-    notes = [*([about] if about else []), *notes_on(scores, judge)]
+    notes = notes_on(scores, judge)
+    if about:
+        notes = [about, *notes]
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, grades in grades_by_benchmark.items():
         write_grades(grades_path(folder, name), grades)
     replace_file(folder / "report.md", [markdown_report(folder.resolve().name, notes, tables)])
-    replace_file(folder / "scores.json", [json.dumps(scores, indent=1), "\n"])  # last: what is there is whole
+    replace_file(
+        folder / "scores.json", [json.dumps(scores, indent=1), "\n"]
+    )  # last: its presence means all is written
     return scores
 
 
 def notes_on(scores: Mapping[str, Scores], judge: str) -> list[str]:
-    """Return lines that say which sets are a control, who graded, and how often that went wrong."""
-    notes = [f"SET{MUTED}: all tool calls were refused."] if any(name.endswith(MUTED) for name in scores) else []
-    if judged := [name for name, s in scores.items() if "judge" in s["metric"]]:
+    """Return notes on the control sets, the graders, and the number of failed judgements."""
+    notes = []
+    if any(name.endswith(MUTED) for name in scores):
+        notes.append(f"SET{MUTED}: all tool calls were refused.")
+    judged = [name for name, s in scores.items() if "judge" in s["metric"]]
+    if judged:
         notes.append(f"Judge: {judge or 'unnamed'} graded {', '.join(judged)}.")
-    if ruled := [name for name, s in scores.items() if s["metric"] == "f1"]:
-        notes.append(f"No judge: {', '.join(ruled)} graded by rule (token F1; solved = an F1 of 1).")
-    if unknown := [name for name, s in scores.items() if REWARD_ONLY in s["metric"]]:
-        notes.append(f"No accuracy of {', '.join(unknown)}: --reward.file returns none; its column has the reward.")
+    graded_by_f1 = [name for name, s in scores.items() if s["metric"] == "f1"]
+    if graded_by_f1:
+        notes.append(f"No judge: {', '.join(graded_by_f1)} graded by rule (token F1; solved = an F1 of 1).")
+    reward_only = [name for name, s in scores.items() if REWARD_ONLY in s["metric"]]
+    if reward_only:
+        notes.append(f"No accuracy of {', '.join(reward_only)}: --reward.file returns none; its column has the reward.")
     for reason, words in JUDGE_REASONS.items():
-        if number := sum(s["grade_reasons"].get(reason, 0) for s in scores.values()):
-            notes.append(f"{number} trajectories {words}; they count as not correct.")
+        num_trajectories = sum(s["grade_reasons"].get(reason, 0) for s in scores.values())
+        if num_trajectories:
+            notes.append(f"{num_trajectories} trajectories {words}; they count as not correct.")
     return notes
 
 
@@ -104,10 +123,16 @@ def notes_on(scores: Mapping[str, Scores], judge: str) -> list[str]:
 
 
 def report_tables(scores: Mapping[str, Scores], averages: Mapping[str, Scores]) -> list[Table]:
-    """Return all tables that are not empty."""
+    """Return all tables with rows."""
     means = {f"mean of {s['benchmarks']} ({family})": s for family, s in averages.items()}
-    tables = [_main_table(scores, means), _pass_table({**scores, **means})]
-    tables += [make(scores) for make in (_splits_table, _metrics_table, _tools_table, _failures_table)]
+    tables = [
+        _main_table(scores, means),
+        _pass_table({**scores, **means}),
+        _splits_table(scores),
+        _metrics_table(scores),
+        _tools_table(scores),
+        _failures_table(scores),
+    ]
     return [table for table in tables if table.rows]
 
 
@@ -124,20 +149,26 @@ def _numbers(s: Scores, names: Sequence[str]) -> list[str]:
 
 
 def _main_table(scores: Mapping[str, Scores], means: Mapping[str, Scores]) -> Table:
-    head = ["benchmark", "questions", "n", "accuracy [95 %]", "pass@n", "grader", "well-formed", "calls", "tokens"]
-    rows = [
-        [
-            name, f"{s['questions']} ({s['overlong']} left out)" if "overlong" in s else str(s["questions"]),
-            str(s["samples"]), _accuracy(s), _pass_n(s), s["metric"],
-            f"{s['well_formed']:.3f}", f"{s['tool_calls']:.2f}", f"{s['response_tokens']:.0f}",
-            f"{s['seconds']:.1f}", f"{s['truncated']:.3f}",
-        ]
-        for name, s in scores.items()
-    ]  # fmt: skip
+    rows = []
+    for name, s in scores.items():
+        columns = {
+            "benchmark": name,
+            "questions": f"{s['questions']} ({s['overlong']} left out)" if "overlong" in s else str(s["questions"]),
+            "n": str(s["samples"]),
+            "accuracy [95 %]": _accuracy(s),
+            "pass@n": _pass_n(s),
+            "grader": s["metric"],
+            "well-formed": f"{s['well_formed']:.3f}",
+            "calls": f"{s['tool_calls']:.2f}",
+            "tokens": f"{s['response_tokens']:.0f}",
+            "seconds": f"{s['seconds']:.1f}",
+            "truncated": f"{s['truncated']:.3f}",
+        }
+        rows.append(list(columns.values()))
     rows += [[name, "", "", _accuracy(s), *[""] * 7] for name, s in means.items()]
     note = "accuracy: mean over questions and n samples, intervals over questions; calls, tokens, seconds: means over "
     note += "trajectories; truncated: share that ran out of tokens. Left out: prompts over eval.max_prompt_tokens."
-    return Table("Accuracy", [*head, "seconds", "truncated"], rows, note)
+    return Table("Accuracy", list(columns), rows, note)
 
 
 def _pass_table(scores: Mapping[str, Scores]) -> Table:
@@ -149,8 +180,8 @@ def _pass_table(scores: Mapping[str, Scores]) -> Table:
 def _splits_table(scores: Mapping[str, Scores]) -> Table:
     rows = [
         [name, split, str(s["questions"]), _accuracy(s), _pass_n(s)]
-        for name, whole in scores.items()
-        for split, s in whole.get("splits", {}).items()
+        for name, scores_of_set in scores.items()
+        for split, s in scores_of_set.get("splits", {}).items()
     ]
     return Table("Splits", ["benchmark", "split", "questions", "accuracy [95 %]", "pass@n"], rows)
 
@@ -166,8 +197,8 @@ def _tools_table(scores: Mapping[str, Scores]) -> Table:
     head = ["benchmark", "tool", "calls per trajectory", "failed", "cached", "seconds per call"]
     rows = [
         [name, tag, f"{s['calls']:.2f}", *_numbers(s, ["failed_share", "cached_share"]), f"{s['seconds']:.2f}"]
-        for name, whole in scores.items()
-        for tag, s in whole["tools"].items()
+        for name, scores_of_set in scores.items()
+        for tag, s in scores_of_set["tools"].items()
     ]
     return Table("Tools", head, rows)
 

@@ -1,7 +1,7 @@
-"""Continuing a run folder, which needs the settings with which it was begun; and what is on record of its starts.
+"""Resume an evaluation in its run folder, with the same settings, and record each start.
 
-RUN/config.yaml        the settings, with digests of the files that they name (log/settings.py)
-RUN/sessions.jsonl     each start that had something to sample: date, code, command, and what was left out
+RUN/config.yaml        the settings, with digests of the files they name (log/settings.py)
+RUN/sessions.jsonl     each start with questions to sample: date, code, command, and numbers of overlong questions
 """
 
 from __future__ import annotations
@@ -20,27 +20,37 @@ from arpo.evals.records import FOLDER, Record
 from arpo.log.settings import CONFIG, CONTENTS, SESSIONS, changes, save_config, settings_of
 from arpo.trajectory import Prompt
 
-DECIDES = (
-    "run.seed", "model.path", "model.enable_thinking", "eval.num_samples", "eval.system_prompt", "rollout.",
-    "protocol.", "tools.",
-)  # fmt: skip
-"""Settings and sections that must not change within a run. (More questions or benchmarks may be added to it.)"""
+FIXED_OPTIONS = (
+    "run.seed",
+    "model.path",
+    "model.enable_thinking",
+    "eval.num_samples",
+    "eval.system_prompt",
+    "rollout.",
+    "protocol.",
+    "tools.",
+)
+"""Options and sections that must not change within a run. (More questions or benchmarks may be added.)"""
 SERVED = "eval.server"
-"""The key that the name of a server's model stands under, among the digests."""
+"""Key of the served model's name, among the digests."""
 
 
 def claim_run(folder: Path, cfg: Any, served: str = "") -> None:
-    """Write the settings of a run; `served`: the server's model. Raises UserError that names the first setting in which
-    it differs from what was begun there, and for anything begun if `run.resume` is False."""
+    """Write the settings of a run into its folder. served: name of the server's model.
+
+    Raises UserError if the folder holds an evaluation with other settings; the message names the first one that
+    differs. Raises UserError for any evaluation if `run.resume` is False.
+    """
     if any((folder / FOLDER).glob("*.jsonl*")):
         if not cfg.run.resume:
             raise UserError(f"{folder} holds an evaluation; choose another run.name, or set run.resume to True")
-        differing = changes(folder, cfg)
-        if (before := settings_of(folder).get(CONTENTS + SERVED, "")) != served:
-            differing = {"model.path": (before, served)} | differing
-        for key, (before, now) in differing.items():
+        changed = changes(folder, cfg)
+        served_before = settings_of(folder).get(CONTENTS + SERVED, "")
+        if served_before != served:
+            changed = {"model.path": (served_before, served)} | changed
+        for key, (before, now) in changed.items():
             option = key.removeprefix(CONTENTS)
-            if option.startswith(DECIDES) and decides_sampling(option, cfg):
+            if option.startswith(FIXED_OPTIONS) and decides_sampling(option, cfg):
                 raise UserError(
                     f"{folder} was begun with {key}={before}, and now it is {now}; choose another run.name, or delete "
                     "the folder"
@@ -50,15 +60,16 @@ def claim_run(folder: Path, cfg: Any, served: str = "") -> None:
 
 
 def unfinished(name: str, prompts: Sequence[Prompt], num_samples: int, records: Sequence[Record]) -> list[Prompt]:
-    """Return the questions of a benchmark that lack samples in the records of a run. Raises UserError if a recorded
+    """Return the questions of a benchmark with fewer than `num_samples` records. Raises UserError if a recorded
     question has changed."""
     prompts_by_id = {prompt.prompt_id: prompt for prompt in prompts}
     num_recorded: Counter[str] = Counter()
     for record in records:
-        if record.benchmark != name or not (prompt := prompts_by_id.get(record.question_id)):
+        prompt = prompts_by_id.get(record.question_id)
+        if record.benchmark != name or prompt is None:
             continue
         num_recorded[record.question_id] += 1
-        if (record.question, record.answers) != (prompt.messages[-1]["content"], prompt.answers):
+        if (record.question, record.prompt.answers) != (prompt.messages[-1]["content"], prompt.answers):
             reason = f"{prompt.prompt_id} is another question than when the run was begun"
             raise UserError(f"{name} has changed: {reason}; choose another run.name")
     return [prompt for prompt in prompts if num_recorded[prompt.prompt_id] < num_samples]
@@ -68,25 +79,32 @@ def unfinished(name: str, prompts: Sequence[Prompt], num_samples: int, records: 
 
 
 def record_session(folder: Path, overlong: Mapping[str, int]) -> None:
-    """Append a start that begins now; `overlong`: set -> number of its questions whose prompts are too long."""
+    """Append a start, with the time now. overlong: question set -> number of its questions with too long prompts."""
     with (folder / SESSIONS).open("a") as file:
         file.write(json.dumps(start_of() | {"overlong": dict(overlong)}) + "\n")
 
 
 def about_run(folder: Path) -> tuple[str, dict[str, int]]:
-    """Return a line that says what a run was made with, and the number of questions that its last start left out, by
-    set. Raises UserError for a damaged file, or a folder that holds no evaluation."""
+    """Return a line with model, date, code and settings of a run, and its numbers of overlong questions by set.
+
+    The number for a set is from its newest start. Raises UserError for a damaged file, or a folder without an
+    evaluation.
+    """
     path = folder / SESSIONS
     overlong: dict[str, int] = {}
-    codes, date = [], NOT_RECORDED
+    codes: list[str] = []
+    date = NOT_RECORDED
     try:
-        for line in reversed(read_file(path).splitlines() if path.exists() else []):
+        for line in read_file(path).splitlines() if path.exists() else []:
             session = parse_json(line)
-            overlong = session["overlong"] | overlong
-            codes, date = [session["code"], *codes], session["date"]
+            overlong = overlong | session["overlong"]
+            codes.append(session["code"])
+            if len(codes) == 1:
+                date = session["date"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); delete the file") from None
-    settings, code = settings_of(folder), ", then ".join(dict.fromkeys(codes)) or NOT_RECORDED
+    code = ", then ".join(dict.fromkeys(codes)) or NOT_RECORDED
+    settings = settings_of(folder)
     digest = settings.get(f"{CONTENTS}model.path")
     model = settings.get(CONTENTS + SERVED) or " ".join(filter(None, [settings.get("model.path"), digest]))
     return f"Model: {model}. Begun: {date}. Code: {code}. All settings: {CONFIG}.", overlong

@@ -110,7 +110,9 @@ def _parsed(line: bytes, place: str) -> tuple[Trajectory, dict]:
     try:
         row = parse_json(line)
         t = Trajectory(**{f.name: row.pop(f.name) for f in fields(Trajectory) if f.name in row})
-        t.turns, t.contexts = [Turn(**turn) for turn in t.turns], [Context(**context) for context in t.contexts]
+        t.segments = [tuple(segment) for segment in t.segments]
+        t.turns = [Turn(**turn) for turn in t.turns]
+        t.contexts = [Context(**context) for context in t.contexts]
         for turn in t.turns:
             turn.tool_calls = [ToolCall(**call) for call in turn.tool_calls]
             turn.decision = BranchDecision(**turn.decision) if turn.decision else None

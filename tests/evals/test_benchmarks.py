@@ -10,8 +10,8 @@ from helpers.files import write_jsonl
 
 from arpo.config.evals import EvalSection
 from arpo.errors import UserError
-from arpo.evals.benchmarks import BENCHMARKS, Benchmark, questions, select
-from arpo.evals.prompts import PROMPTS, asked_as, is_chinese
+from arpo.evals.benchmarks import BENCHMARKS, Benchmark, read_benchmark, select
+from arpo.evals.prompts import PROMPTS, is_chinese, with_benchmark_prompt
 from arpo.evals.question_sets import load_sets
 from arpo.protocol.tags import PAPER_TOOLS, reserved_tags
 from arpo.rewards.math_answer import math_accuracy
@@ -34,7 +34,7 @@ def data_dir(tmp_path_factory):
 def test_every_published_file_loads_whole(name):
     if not PUBLISHED_SETS.is_dir():
         pytest.skip("the published evaluation files are not beside this checkout")
-    prompts = questions(name, BENCHMARKS[name], PUBLISHED_SETS)
+    prompts = read_benchmark(name, BENCHMARKS[name], PUBLISHED_SETS)
     assert len(prompts) == ROWS[name] and len({p.prompt_id for p in prompts}) == ROWS[name]
     for prompt in prompts:
         assert [m["role"] for m in prompt.messages] == ["system", "user"]
@@ -48,14 +48,14 @@ def test_every_published_file_loads_whole(name):
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_gives_questions_answers_and_splits(name, data_dir):
-    prompts = questions(name, BENCHMARKS[name], data_dir)
+    prompts = read_benchmark(name, BENCHMARKS[name], data_dir)
     answers = {"math": ["1"], "qa": ["Ann Lee 0", "A. Lee 0"], "deepsearch": ["Ann Lee"]}[BENCHMARKS[name].family]
     answers = {"aime25": ["7"], "gaia": ["1"], "hle": ["D"], "xbench": ["5月1日"]}.get(name, answers)
     assert prompts[0].answers == answers
     assert prompts[0].meta == {"split": {"math": "Level 2", "gaia": "level 2", "hle": "Math"}.get(name, "")}
     assert [p.prompt_id for p in prompts] == [f"{name}-000000", f"{name}-000001"]
     assert prompts[0].data_source == name and set(prompts[0].tools) == {"python", "search"}
-    assert len(questions(name, BENCHMARKS[name], data_dir, max_questions=1)) == 1
+    assert len(read_benchmark(name, BENCHMARKS[name], data_dir, max_questions=1)) == 1
 
 
 def test_chinese_questions_are_asked_in_chinese_and_others_as_in_training(data_dir, tmp_path):
@@ -65,10 +65,12 @@ def test_chinese_questions_are_asked_in_chinese_and_others_as_in_training(data_d
         {"question": "Who was 主持人 of the meeting?", "answer": "b"},
     ]
     (tmp_path / "webwalker" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chinese, english = [p.messages[0]["content"] for p in questions("webwalker", BENCHMARKS["webwalker"], tmp_path)]
+    chinese, english = [
+        p.messages[0]["content"] for p in read_benchmark("webwalker", BENCHMARKS["webwalker"], tmp_path)
+    ]
     assert is_chinese(chinese) and english == system_prompt_for("default", PAPER_TOOLS)
-    assert questions("xbench", BENCHMARKS["xbench"], data_dir)[0].messages[0]["content"] == chinese
-    assert questions("gaia", BENCHMARKS["gaia"], data_dir)[0].messages[0]["content"] == english
+    assert read_benchmark("xbench", BENCHMARKS["xbench"], data_dir)[0].messages[0]["content"] == chinese
+    assert read_benchmark("gaia", BENCHMARKS["gaia"], data_dir)[0].messages[0]["content"] == english
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
@@ -78,7 +80,9 @@ def test_a_prompt_speaks_of_exactly_the_tools_that_it_offers(kind):
         offered = tag in ("think", "answer") or tag in tools or (tag == "result" and tools)
         assert (f"<{tag}>" in text and f"</{tag}>" in text) == bool(offered), tag
     assert "\\boxed{" in text and not any(ord(c) < 32 and c != "\n" for c in text)
-    asked = asked_as(Prompt("p", [{"role": "system", "content": "x"}, {"role": "user", "content": "q"}], ["a"]), kind)
+    asked = with_benchmark_prompt(
+        Prompt("p", [{"role": "system", "content": "x"}, {"role": "user", "content": "q"}], ["a"]), kind
+    )
     assert asked.tools == tools and [m["content"] for m in asked.messages] == [text, "q"]
 
 
@@ -127,7 +131,7 @@ def test_one_bad_row_of_a_published_set_is_an_error_with_file_line_and_field(lin
     good = '{"question": "q", "answer": "a"}\n'
     (tmp_path / "2wiki" / "test.jsonl").write_text(good * 200 + line + "\n" + good)
     with pytest.raises(UserError, match=rf"2wiki/test\.jsonl:201: .*{words}"):
-        questions("2wiki", BENCHMARKS["2wiki"], tmp_path)
+        read_benchmark("2wiki", BENCHMARKS["2wiki"], tmp_path)
 
 
 def test_a_solution_without_a_box_is_named(tmp_path):
@@ -135,7 +139,7 @@ def test_a_solution_without_a_box_is_named(tmp_path):
     row = {"problem": "p", "level": "Level 1", "solution": "so $\\boxed{3$"}
     (tmp_path / "math" / "test.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(UserError, match=r"math/test\.jsonl:1: answer"):
-        questions("math", BENCHMARKS["math"], tmp_path)
+        read_benchmark("math", BENCHMARKS["math"], tmp_path)
 
 
 def test_a_benchmark_is_added_by_one_entry(tmp_path):
@@ -143,7 +147,7 @@ def test_a_benchmark_is_added_by_one_entry(tmp_path):
     (tmp_path / "mine").mkdir()
     row = {"q": "Who?", "gold": ["Ann", "A."], "year": 2024, "question": "other"}
     (tmp_path / "mine" / "test.jsonl").write_text(json.dumps(row))
-    [prompt] = questions("mine", entry, tmp_path)
+    [prompt] = read_benchmark("mine", entry, tmp_path)
     assert prompt.messages[-1]["content"] == "Who?" and prompt.answers == ["Ann", "A."]
     assert prompt.meta == {"split": "year 2024"} and prompt.tools == ("search",)
 

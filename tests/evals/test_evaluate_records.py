@@ -45,12 +45,13 @@ def samples_of(records: list[Record]) -> list[tuple[int, int]]:
 def test_a_record_holds_what_grading_and_reports_need(tmp_path):
     record = save(tmp_path, 7)[3]
     assert (record.benchmark, record.question_id, record.sample, record.metric) == ("gaia", "gaia-000007", 3, "qa")
-    assert record.text == CALL + " <result>\nfound\n</result>" + ANSWER and record.wall_s == 3.5
-    assert record.segments == [(CALL, True), (" <result>\nfound\n</result>", False), (ANSWER, True)]
-    assert record.num_tokens > record.num_sampled_tokens > 0 and record.stop_reason == "eos"
-    assert (record.question, record.answers, record.split) == ("question", ["1"], "level 1")
+    t = record.trajectory
+    assert t.text == CALL + " <result>\nfound\n</result>" + ANSWER and record.wall_s == 3.5
+    assert t.segments == [(CALL, True), (" <result>\nfound\n</result>", False), (ANSWER, True)]
+    assert len(t.token_ids) > t.num_sampled_tokens > 0 and t.stop_reason == "eos"
+    assert (record.question, record.prompt.answers, record.split) == ("question", ["1"], "level 1")
     assert record.tools == ("search", "python") and record.protocol == "tags"
-    [call] = record.tool_calls
+    [call] = t.tool_calls
     assert isinstance(call, ToolCall) and (call.tag, call.argument, call.result, call.ok) == (
         "search",
         "q",
@@ -85,6 +86,7 @@ def test_half_a_line_of_a_killed_run_is_passed_over_and_its_file_left_alone(tmp_
         (lambda line: "[1]", "not a trajectory \\("),
         (lambda line: line.replace('"loss_mask": [', '"loss_mask": [1, '), "not a trajectory \\(AssertionError"),
         (lambda line: line.replace('"answers"', '"anwsers"'), "no trajectory of an evaluation \\('answers' is missing"),
+        (lambda line: line.replace('"answers": [', '"answers": [1, '), "no trajectory of an evaluation \\(answers is"),
     ],
 )
 def test_other_damage_is_an_error_with_file_and_line(tmp_path, damage, words):
@@ -99,7 +101,7 @@ def test_other_damage_is_an_error_with_file_and_line(tmp_path, damage, words):
 def test_a_trajectory_that_was_saved_twice_counts_once(tmp_path):
     save(tmp_path, 0)
     path = tmp_path / "trajectories" / "gaia.0.jsonl"
-    path.write_text(path.read_text().replace('"question": "question"', '"question": "first"'))
+    path.write_text(path.read_text().replace('"content": "question"', '"content": "first"'))
     assert [r.question for r in save(tmp_path, 0)] == ["first"] * 4
 
 
@@ -255,7 +257,7 @@ def test_a_damaged_file_of_starts_is_named(tmp_path, line):
 def test_only_questions_without_all_their_samples_are_asked_again(tmp_path):
     asked = [replace(prompt(), prompt_id=f"gaia-{i:06d}") for i in range(4)]
     records = save(tmp_path, 0, 1, 2)
-    others = [replace(r, benchmark="other", question="?") for r in records[4:8]]
+    others = [replace(r, benchmark="other", prompt=replace(r.prompt, answers=["?"])) for r in records[4:8]]
     records = [*records[:4], *others, *records[8:11]]  # killed between two lines
     assert [p.prompt_id[-1] for p in unfinished("gaia", asked, 4, records)] == ["1", "2", "3"]
 

@@ -11,7 +11,7 @@ from helpers.web_service import WebService, says
 from arpo.config.evals import JudgeConfig
 from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
-from arpo.evals.grading import exact_match, grade_records, predicted
+from arpo.evals.grading import exact_match, extract_prediction, grade_records
 from arpo.evals.judge import Judge
 from arpo.evals.records import Grade, read_grades, write_grades
 from arpo.evals.report import notes_on
@@ -38,7 +38,7 @@ from arpo.rewards import load_custom, score, score_groups
     ],
 )
 def test_the_last_answer_outside_the_thoughts_counts(text, prediction):
-    assert predicted([(text, True)], "tags") == prediction
+    assert extract_prediction([(text, True)], "tags") == prediction
 
 
 def test_a_tool_result_is_no_answer():

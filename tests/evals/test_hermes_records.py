@@ -12,7 +12,7 @@ from helpers.sample_groups import group
 from arpo.config.named import names_of
 from arpo.config.sections import ProtocolConfig
 from arpo.errors import UserError
-from arpo.evals.benchmarks import BENCHMARKS, questions
+from arpo.evals.benchmarks import BENCHMARKS, read_benchmark
 from arpo.evals.grading import grade_records, well_formed
 from arpo.protocol import form_of
 from arpo.tools import make_codec, system_prompt_for
@@ -76,7 +76,9 @@ def test_the_prompts_of_benchmarks_speak_of_no_tags(tmp_path):
     write_sets(tmp_path)
     codec = hermes_codec("qwen3")
     for name, benchmark in BENCHMARKS.items():
-        for asked, old in zip(*(questions(name, benchmark, tmp_path, form=f) for f in ("hermes", "tags")), strict=True):
+        for asked, old in zip(
+            *(read_benchmark(name, benchmark, tmp_path, form=f) for f in ("hermes", "tags")), strict=True
+        ):
             system = asked.messages[0]["content"]
             assert "<" not in system and "\\boxed{}" in system and asked.tools == old.tools
             text = codec.tokenizer.decode(codec.render_prompt(asked.messages, asked.tools))

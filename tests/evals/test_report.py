@@ -83,15 +83,15 @@ def test_the_scores_are_those_of_a_naive_computation(report):
             values = [naive_pass_at_k(correct, k) for correct in by_question.values()]
             assert s[f"pass@{k}"] == pytest.approx(sum(values) / len(values))
         assert "pass@3" not in s
-        calls = [call for r in records[name] for call in r.tool_calls]
+        calls = [call for r in records[name] for call in r.trajectory.tool_calls]
         failed = [call for call in calls if not call.ok]
         assert s["tool_calls"] == pytest.approx(len(calls) / len(flat))
         assert s["tools"]["search"]["failed_share"] == pytest.approx(len(failed) / len(calls))
         assert s["tools"]["search"]["seconds"] == pytest.approx(sum(call.seconds for call in calls) / len(calls))
         assert s["tool_errors"] == {"search: timeout": len(failed)}
         assert s["stop_reasons"]["length"] == round(s["truncated"] * len(flat))
-        assert s["grade_reasons"] == {"no_answer": sum(r.text == "hm" for r in records[name])}
-        assert s["response_tokens"] == pytest.approx(np.mean([r.num_tokens for r in records[name]]))
+        assert s["grade_reasons"] == {"no_answer": sum(r.trajectory.text == "hm" for r in records[name])}
+        assert s["response_tokens"] == pytest.approx(np.mean([len(r.trajectory.token_ids) for r in records[name]]))
         assert s["seconds"] == pytest.approx(np.mean([r.wall_s for r in records[name]]))
 
 

@@ -70,6 +70,6 @@ def test_transformers_reads_the_export(world):
 def test_the_export_calls_its_tool_in_our_engine(world):
     run_script("evaluate.py", str(world / "config.yaml"), "--run.name", "own", ranks=1)
     records = read_records(world / "runs" / "own")
-    assert {r.question: r.text for r in records} == {q: text for q, (_, text) in DIALOGUES.items()}
-    assert [[(call.tag, call.ok) for call in r.tool_calls] for r in records] == [[("python", True)]] * 2
+    assert {r.question: r.trajectory.text for r in records} == {q: text for q, (_, text) in DIALOGUES.items()}
+    assert [[(call.tag, call.ok) for call in r.trajectory.tool_calls] for r in records] == [[("python", True)]] * 2
     assert json.loads((world / "runs" / "own" / "scores.json").read_text())["questions"]["accuracy"] == 1.0

@@ -4,20 +4,52 @@ from pathlib import Path
 
 from arpo.evals.records import Record, SetDump, read_records
 from arpo.protocol import FORMS
-from arpo.trajectory import Group, ToolCall
+from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn
 
 CALL = ToolCall("search", "q", "r", ok=True, seconds=0.5)
 
 
-def record(text: str, answers=("4",), **other) -> Record:
+def record(
+    text: str,
+    answers=("4",),
+    *,
+    benchmark: str = "bench",
+    question_id: str = "q0",
+    sample: int = 0,
+    question: str = "How many?",
+    data_source: str = "",
+    meta: dict | None = None,
+    metric: str = "qa",
+    wall_s: float = 1.5,
+    segments: list | None = None,
+    tool_calls=(),
+    stop_reason: str = "eos",
+    num_tokens: int = 10,
+    num_sampled_tokens: int = 8,
+    protocol: str = "tags",
+) -> Record:
     """A finished trajectory that wrote `text`; results in it are the tool's."""
-    fields = {
-        "benchmark": "bench", "question_id": "q0", "sample": 0, "question": "How many?", "data_source": "",
-        "stop_reason": "eos", "num_tokens": 10, "num_sampled_tokens": 8, "wall_s": 1.5,
-        "tool_calls": [], "metric": "qa",
-    }  # fmt: skip
-    fields |= {"segments": FORMS["tags"].rules.derive_segments(text)} | other
-    return Record(text=text, answers=list(answers), **fields)
+    messages = [{"role": "user", "content": question}]
+    trajectory = Trajectory(
+        question_id,
+        str(sample),
+        token_ids=[0] * num_tokens,
+        loss_mask=[int(i < num_sampled_tokens) for i in range(num_tokens)],
+        rollout_logprobs=[0.0] * num_tokens,
+        turns=[Turn(0, num_tokens, num_tokens, tool_calls=list(tool_calls))],
+        stop_reason=stop_reason,
+        text=text,
+        segments=FORMS["tags"].rules.derive_segments(text) if segments is None else segments,
+    )
+    return Record(
+        prompt=Prompt(question_id, messages, list(answers), data_source, meta=meta or {}),
+        trajectory=trajectory,
+        benchmark=benchmark,
+        sample=sample,
+        metric=metric,
+        wall_s=wall_s,
+        protocol=protocol,
+    )
 
 
 def boxed(answer: str, **other) -> Record:
