@@ -2,9 +2,20 @@
 
     torchrun --nproc_per_node 8 train_rl.py configs/qwen2.5_7b.yaml configs/arpo.yaml
 
-A step, top to bottom in `main`:
+A step, from top to bottom in `main`:
 rollout -> reward -> logprobs -> advantage -> update -> weight sync -> validate -> log -> save.
 Every rank samples its share of the prompts with its own vLLM engine and trains its share of the tokens with FSDP2.
+
+Each of these words is a file that can be read alone:
+
+    rollout      arpo/rollout.py: turns, tool calls, forks; arpo/branching.py: where to fork; arpo/sampling: prompts
+    reward       arpo/rewards: one function per task
+    advantage    arpo/advantages.py: from the rewards of a group, or from a critic
+    update       arpo/update.py: mini-batches and the optimizer step; arpo/losses.py: the loss of each token
+    options      arpo/options.py, arpo/config/sections.py: each field and its meaning (also in --help)
+
+Left out on purpose: replay buffers, reward models that are trained, and an update while other GPUs sample. Rollout and
+update take turns on the same GPUs; rollout.carry_over only keeps slow trajectories from holding up a step.
 """
 
 from __future__ import annotations
@@ -85,6 +96,7 @@ class RLConfig:
 # The config is read before torch is imported, so that --help and mistakes answer at once.
 CONFIG = load_or_exit(RLConfig, check_rl) if __name__ == "__main__" else None
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch.optim import Optimizer
@@ -97,8 +109,9 @@ from arpo.log import RunLog
 from arpo.log.alarms import Alarms
 from arpo.log.charts import RL_CHARTS
 from arpo.log.machine import memory_metrics, speeds
+from arpo.log.metrics_file import rows_until
 from arpo.log.nonfinite import reported_if_not_finite
-from arpo.losses import towards_target
+from arpo.losses import EntropyTarget
 from arpo.metrics import Metrics, distributions
 from arpo.model import Policy, load_policy, load_tokenizer
 from arpo.model.attention import attention_backend, resolve_layout
@@ -128,84 +141,82 @@ from arpo.update import (
 
 
 def main(cfg: RLConfig) -> None:
-    run, model, temperature, max_norm = cfg.run, cfg.model, cfg.rollout.temperature, cfg.optim.max_grad_norm
-    ranks = init_ranks(run.peer_timeout_minutes, run.silence_timeout_s, model.shard_size, model.context_parallel)
+    run = cfg.run
+    ranks = init_ranks(
+        run.peer_timeout_minutes,
+        run.silence_timeout_s,
+        shard_size=cfg.model.shard_size,
+        context_parallel=cfg.model.context_parallel,
+    )
 
     # ---- everything that can be wrong is found before a model is loaded
     check_start(cfg, ranks)
-    team = form_team(ranks, cfg.engine.tensor_parallel, model.path)
-    env = Environment(model, cfg.protocol, cfg.tools, team, cfg.rollout)
+    team = form_team(ranks, cfg.engine.tensor_parallel, cfg.model.path)
+    env = Environment(cfg.model, cfg.protocol, cfg.tools, team=team, rollout=cfg.rollout)
     prompts = env.prompts(cfg.data.train, cfg.data)
     valid_prompts = env.prompts(cfg.data.valid, cfg.data)[: cfg.data.num_valid_prompts or None]
-    order = make_order(cfg.data.order, prompts, cfg.data.num_prompts_per_step, run.seed)
+    order = make_order(cfg.data.order, prompts, cfg.data.num_prompts_per_step, seed=run.seed)
     num_steps = run.num_steps or run.num_epochs * order.steps_per_epoch
-    num_updates = num_steps * cfg.num_updates_per_step
-    score = Scoring(cfg.reward, team, env.codec, cfg.rollout.max_response_tokens)
+    score = Scoring(cfg.reward, team, env.codec, max_response_tokens=cfg.rollout.max_response_tokens)
     score.try_on(prompts[0])
     update_cfg = resolve_layout(cfg.update, cfg.rollout.group_size)
 
     # ---- policy, optimizer, engine; the trainer first, so that vLLM finds the memory that is left
-    policy, optimizer, critic, reference = load_models(cfg, ranks, num_updates)
-    saver = Saver(run, ranks, source=model.path)
-    done_steps = saver.resume(policy, optimizer, critic)
-    engine = start_engine(cfg, policy, seed=run.seed + team.index)
-    log = RunLog(
-        run.folder, cfg, is_main=ranks.is_main, resume_step=done_steps, charts=RL_CHARTS,
-        keep_dumps=run.keep_dumps, trackers=run.trackers,
-    )  # fmt: skip
+    models = load_models(cfg, ranks, num_updates=num_steps * cfg.num_updates_per_step)
+    saver = Saver(run, ranks, source=cfg.model.path)
+    done_steps = saver.resume(models.policy, models.optimizer, models.critic)
+    engine = start_engine(cfg, models.policy, seed=run.seed + team.index)
+    log = open_log(cfg, ranks, done_steps)
     log.line(f"{len(prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
-    say_at_start(cfg, num_steps, log)
-    sampler = Sampler(
-        engine, env.tools, env.codec, team, log, run.seed, cfg.rollout, cfg.branching, cfg.engine.max_num_seqs,
-        score=score, on_group=score.on_group,
-    )  # fmt: skip
-    noise = GradientNoise(cfg.advantage, cfg.update.num_prompts_per_minibatch, log) if policy.sketch else None
-    rollouts = Rollouts(sampler, order, prompts, cfg.advantage, num_steps, noise)
-    rollouts.go_on_from(saver.progress, saver.rank_files, done_steps=done_steps)
-    rollouts.validate_on(valid_prompts, log, run, done_steps)
+    log_plan(cfg, num_steps, log)
+    sampler = make_sampler(cfg, engine, env, score=score, log=log)
+    noise = GradientNoise(cfg.advantage, cfg.update.num_prompts_per_minibatch, log) if models.policy.sketch else None
+    rollouts = Rollouts(sampler, order, prompts, advantage=cfg.advantage, num_steps=num_steps, noise=noise)
+    rollouts.resume(saver.progress, saver.rank_files, done_steps=done_steps)
+    rollouts.validate_on(valid_prompts, log, run, done_steps=done_steps)
     alarms = Alarms(run, log, ranks, done_steps)
-    train_on = partial(update_policy, policy, optimizer, temperature=temperature, max_grad_norm=max_norm, ranks=ranks)
-    progress, stop = log.progress(num_steps, "step", done=done_steps), StopRequest()
+    entropy_target = EntropyTarget(cfg.loss, entropies_until(done_steps, cfg, ranks))
+    progress = log.progress(num_steps, "step", done=done_steps)
+    stop = StopRequest()
     for step in range(done_steps + 1, num_steps + 1):
-        timers, metrics, loss = Timers(), Metrics(), towards_target(cfg.loss, alarms.values["entropy"])
+        timers = Timers()
+        metrics = Metrics()
+        loss = entropy_target.loss
 
         # ---- rollout and reward
         batch = rollouts.next(step, timers)
-        metrics.merge(batch.metrics)
+        metrics.merge(batch.local_metrics)
 
-        # ---- mini-batches of whole groups; what the models say of their tokens before the update; advantages
+        # ---- mini-batches of groups; logprobs and values of their tokens before the update; advantages
         minibatches = make_minibatches(batch.groups, update_cfg, cfg.advantage, ranks)
-        metrics.merge(fill_model_outputs(minibatches, policy, reference, critic, cfg, timers))
-        metrics.merge(fill_advantages(batch.groups, minibatches, cfg.advantage, cfg.loss, ranks))
-        minibatches = minibatches if critic else drop_if_no_gradient(minibatches, loss, ranks)
+        metrics.merge(fill_model_outputs(minibatches, models, cfg, timers))
+        metrics.merge(fill_advantages(batch.groups, minibatches, cfg.advantage, loss=cfg.loss, ranks=ranks))
+        if not models.critic:  # a critic learns also where the policy cannot
+            minibatches = drop_if_no_gradient(minibatches, loss, ranks)
 
-        # ---- update: one optimizer step per mini-batch (while a critic warms up, the policy stays)
+        # ---- update: one optimizer step per mini-batch
         dump = partial(log.trajectories, step, batch.sampled, kind="nonfinite")
         with timers("update"):
-            for number, minibatch in enumerate(minibatches * cfg.update.num_epochs):
-                update, micros = (step - 1) * cfg.num_updates_per_step + number, minibatch.micros
-                with reported_if_not_finite(f"step {step}, mini-batch {number + 1}", micros, run.folder, ranks, dump):
-                    if critic:
-                        metrics.merge(critic.update(micros, update, ranks))
-                    if step > cfg.critic.warmup_steps:
-                        metrics.mean("optim/lr", set_learning_rate(optimizer, update, num_updates, cfg.optim))
-                        metrics.merge(train_on(micros, loss, is_first=number == 0))
+            metrics.merge(update_models(models, minibatches, step=step, loss=loss, cfg=cfg, ranks=ranks, dump=dump))
 
         # ---- the engine samples from the new policy
         with timers("sync"):
             engine.wake_up()
-            engine.sync_weights(policy.hf_parameters())
+            engine.sync_weights(models.policy.hf_parameters())
 
         # ---- validate, log, save; in this order, so that no checkpoint is ahead of the log
-        values = batch.values | rollouts.after_update(step, timers)
+        values = batch.global_values | rollouts.after_update(step, timers)
         metrics.merge(memory_metrics(ranks.device))
-        values |= ranks.step_times(timers) | ranks.reduce_metrics(metrics).values()
-        values |= noise.of_step(step, batch.groups, step_sketches(policy, minibatches, ranks)) if noise else {}
+        values |= ranks.step_times(timers)
+        values |= ranks.reduce_metrics(metrics).values()
+        if noise:
+            values |= noise.of_step(step, batch.groups, step_sketches(models.policy, minibatches, ranks))
         is_final = step == num_steps or rollouts.must_stop or stop.agreed(ranks)
         log.scalars(step, values | speeds(values, ranks.world_size), distributions(batch.sampled))
         if run.dump_every and (step == num_steps or step % run.dump_every == 0):
             log.trajectories(step, batch.sampled)
         progress.at(step, console_text(values), keep="valid/well_formed" in values)
+        entropy_target.add(values.get("loss/entropy"))
         alarms.look(step, values)
         saver.save_if_due(step, rollouts, is_final=is_final)
         rollouts.raise_if_broken()
@@ -213,8 +224,22 @@ def main(cfg: RLConfig) -> None:
             break
 
     log.finish()
-    for part in (progress, env.tools, engine, ranks):
-        part.close()
+    for opened in (progress, env.tools, engine, ranks):
+        opened.close()
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a run, beside the engine's copy of the policy."""
+
+    policy: Policy
+    optimizer: Optimizer
+    num_updates: int
+    """Optimizer steps of the whole run, for the learning rate's schedule."""
+    critic: TrainedCritic | None
+    """None unless the advantages need one (advantage.kind)."""
+    reference: Policy | None
+    """None unless the loss or the reward has a KL term (loss.kl_coefficient)."""
 
 
 def start_engine(cfg: RLConfig, policy: Policy, seed: int) -> Engine:
@@ -224,17 +249,56 @@ def start_engine(cfg: RLConfig, policy: Policy, seed: int) -> Engine:
     return engine
 
 
-def say_at_start(cfg: RLConfig, num_steps: int, log: RunLog) -> None:
-    """Log what the run's branching will be, what it lacks, and what its calls cost."""
+def open_log(cfg: RLConfig, ranks: Ranks, done_steps: int) -> RunLog:
+    """Return the log of the run's folder; its rows after `done_steps` are dropped."""
+    return RunLog(
+        cfg.run.folder,
+        cfg,
+        is_main=ranks.is_main,
+        resume_step=done_steps,
+        charts=RL_CHARTS,
+        keep_dumps=cfg.run.keep_dumps,
+        trackers=cfg.run.trackers,
+    )
+
+
+def log_plan(cfg: RLConfig, num_steps: int, log: RunLog) -> None:
+    """Log the expected branching, warnings about the options, and the cost of the tool calls."""
     log.line(checks.forecast(cfg.rollout, cfg.branching))
     for warning in checks.doubts(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss):
         log.line(warning)
-    if calls := expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step):
+    calls = expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step)
+    if calls:
         log.line(calls)
 
 
+def make_sampler(cfg: RLConfig, engine: Engine, env: Environment, *, score: Scoring, log: RunLog) -> Sampler:
+    """Return all that the rollouts of the run share."""
+    return Sampler(
+        engine=engine,
+        tools=env.tools,
+        codec=env.codec,
+        team=score.team,
+        log=log,
+        seed=cfg.run.seed,
+        rollout=cfg.rollout,
+        branching=cfg.branching,
+        max_num_seqs=cfg.engine.max_num_seqs,
+        score=score,
+        on_group=score.on_group,
+    )
+
+
+def entropies_until(done_steps: int, cfg: RLConfig, ranks: Ranks) -> list[float]:
+    """Return the mean entropy of each finished step, from metrics.jsonl; [] without an entropy target. Collective."""
+    if cfg.loss.entropy_target is None:
+        return []
+    rows = ranks.from_rank_0(rows_until(cfg.run.folder / "metrics.jsonl", done_steps, names=["loss/entropy"]))
+    return [row["loss/entropy"] for _, row in sorted(rows.items())]
+
+
 def check_start(cfg: RLConfig, ranks: Ranks) -> None:
-    """Raise UserError where ranks, memory, functions of the user's, or the models beside the policy do not fit."""
+    """Raise UserError if the ranks, the memory, the user's functions, or the critic and the reference do not fit."""
     try_functions(cfg.branching, cfg.advantage, cfg.loss)
     ranks.log_devices(attention_backend(cfg.model, ranks.device))
     ranks.check_multiple(cfg.data.num_prompts_per_step, "data.num_prompts_per_step")
@@ -245,92 +309,144 @@ def check_start(cfg: RLConfig, ranks: Ranks) -> None:
             check_companion(path, tokenizer, max_model_len=cfg.max_model_len, option=option)
 
 
-def load_models(
-    cfg: RLConfig, ranks: Ranks, num_updates: int
-) -> tuple[Policy, Optimizer, TrainedCritic | None, Policy | None]:
-    """Return the policy and its optimizer; critic and reference, where the algorithm has any. Collective."""
+def load_models(cfg: RLConfig, ranks: Ranks, num_updates: int) -> Models:
+    """Load the policy with its optimizer, and critic and reference if the algorithm has any. Collective.
+
+    num_updates: optimizer steps of the run.
+    """
     seed_everything(cfg.run.seed + ranks.rank)
-    max_len = cfg.max_model_len
-    policy = load_policy(cfg.model, ranks.mesh, device=ranks.device, max_model_len=max_len, seed=cfg.run.seed)
+    policy = load_policy(
+        cfg.model,
+        ranks.mesh,
+        device=ranks.device,
+        max_model_len=cfg.max_model_len,
+        seed=cfg.run.seed,
+    )
     optimizer = build_optimizer(policy, cfg.optim)
     if cfg.update.measure_noise:
         policy.sketch = GradientSketch(policy.hf.config.get_text_config().hidden_size, ranks.device)
-    critic = reference = None
+    critic = None
     if cfg.advantage.needs_critic:
-        critic = TrainedCritic.load(cfg.critic_model, cfg.critic_optim, num_updates, ranks, max_model_len=max_len)
+        critic = TrainedCritic.load(
+            cfg.critic_model, cfg.critic_optim, num_updates, ranks, max_model_len=cfg.max_model_len
+        )
+    reference = None
     if cfg.loss.kl_coefficient:
         reference = load_policy(
             cfg.reference_model,
             ranks.mesh,
             device=ranks.device,
-            max_model_len=max_len,
+            max_model_len=cfg.max_model_len,
             offload=cfg.loss.offload_reference,
         )
         reference.requires_grad_(False)
-    return policy, optimizer, critic, reference
+    return Models(policy, optimizer, num_updates, critic=critic, reference=reference)
 
 
-def fill_model_outputs(
-    minibatches: list[Minibatch],
-    policy: Policy,
-    reference: Policy | None,
-    critic: TrainedCritic | None,
-    cfg: RLConfig,
-    timers: Timers,
-) -> Metrics:
-    """Fill what policy, reference and critic say of each token before the update."""
+def fill_model_outputs(minibatches: list[Minibatch], models: Models, cfg: RLConfig, timers: Timers) -> Metrics:
+    """Fill the logprobs of policy and reference and the critic's values of each token, all before the update."""
     metrics = Metrics()
+    temperature = cfg.rollout.temperature
     with timers("old_logprobs"):
-        for minibatch in minibatches[1:] if first_update_computes_old_logprobs(cfg.loss) else minibatches:
-            metrics.merge(fill_old_logprobs(policy, minibatch.micros, cfg.loss, cfg.rollout.temperature))
-    if reference:
+        to_fill = minibatches[1:] if first_update_computes_old_logprobs(cfg.loss) else minibatches
+        for minibatch in to_fill:
+            metrics.merge(fill_old_logprobs(models.policy, minibatch.micros, cfg.loss, temperature))
+    if models.reference:
         with timers("reference"):
             for minibatch in minibatches:
-                fill_ref_logprobs(reference, minibatch.micros, cfg.rollout.temperature)
-    if critic:
+                fill_ref_logprobs(models.reference, minibatch.micros, temperature)
+    if models.critic:
         with timers("values"):
             for minibatch in minibatches:
-                fill_values(critic.model, minibatch.micros)
+                fill_values(models.critic.model, minibatch.micros)
+    return metrics
+
+
+def update_models(
+    models: Models,
+    minibatches: list[Minibatch],
+    *,
+    step: int,
+    loss: LossConfig,
+    cfg: RLConfig,
+    ranks: Ranks,
+    dump: Callable[[], None],
+) -> Metrics:
+    """Do one optimizer step per mini-batch, for policy and critic, `update.num_epochs` times over. Collective.
+
+    dump: called before a gradient that is not finite ends the run.
+    """
+    metrics = Metrics()
+    for number, minibatch in enumerate(minibatches * cfg.update.num_epochs):
+        update = (step - 1) * cfg.num_updates_per_step + number
+        name = f"step {step}, mini-batch {number + 1}"
+        with reported_if_not_finite(name, minibatch.micros, cfg.run.folder, ranks, also=dump):
+            if models.critic:
+                metrics.merge(models.critic.update(minibatch.micros, update, ranks))
+            # while the critic warms up, the policy stays as it is
+            if step > cfg.critic.warmup_steps:
+                lr = set_learning_rate(models.optimizer, update, models.num_updates, cfg.optim)
+                metrics.mean("optim/lr", lr)
+                update_metrics = update_policy(
+                    policy=models.policy,
+                    optimizer=models.optimizer,
+                    micros=minibatch.micros,
+                    cfg=loss,
+                    temperature=cfg.rollout.temperature,
+                    max_grad_norm=cfg.optim.max_grad_norm,
+                    ranks=ranks,
+                    is_first=number == 0,
+                )
+                metrics.merge(update_metrics)
     return metrics
 
 
 def job_of(cfg: RLConfig, num_shards: int) -> Job:
-    """Return what decides the memory of a GPU, one of `num_shards` that share a copy of the model."""
+    """Return the settings that decide the memory of a GPU. num_shards: ranks that share a copy of the model."""
     has_reference = cfg.loss.kl_coefficient and not cfg.loss.offload_reference
     return Job(
-        sizes_of(cfg.model.path), cfg.model, num_shards, cfg.engine, cfg.max_model_len,
+        sizes_of(cfg.model.path),
+        cfg.model,
+        num_shards=num_shards,
+        engine=cfg.engine,
+        max_model_len=cfg.max_model_len,
         critic=sizes_of(cfg.critic_model.path) if cfg.advantage.needs_critic else None,
         reference=sizes_of(cfg.reference_model.path) if has_reference else None,
         offload=cfg.optim.offload,
-    )  # fmt: skip
+    )
 
 
-def console_text(values: dict[str, float]) -> str:
-    """Return the text that the console shows for a training step, from the metrics of all ranks."""
+def console_text(values: Mapping[str, float]) -> str:
+    """Return the console's line on a training step, from the metrics of all ranks."""
+    parts = []
+    if "reward/mean" in values:
+        parts.append(f"reward {values['reward/mean']:+.3f}")
+    else:
+        parts.append("every trajectory failed through us")
     shown = {
         "valid/accuracy": "valid {:.3f}",
         "reward/solved_share": "solved {:.2f}",
         "reward/positive_share": "reward>0 {:.2f}",
     }
-    if "valid/accuracy" not in values:  # a reward of one's own that does not say what is right
+    if "valid/accuracy" not in values:  # a custom reward need not say which answers are right
         shown["valid/reward"] = "valid reward {:+.3f}"
-    shown["valid/unscored"] = "({:.0f} without a reward)"  # they count as wrong
-    parts = [
-        f"reward {values['reward/mean']:+.3f}" if "reward/mean" in values else "every trajectory failed through us",
-        *(words.format(values[name]) for name, words in shown.items() if name in values),
-        f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/all/calls']:.0f})",
-        f"branches {values['branching/branches_per_prompt']:.1f}",
-        *([_replays(values)] if "tools/replayed" in values else []),
-        f"tokens {values['response/tokens']:.0f}",
-        f"entropy {values['loss/entropy']:.2f}  mismatch kl {values['mismatch/kl']:.1e}"
-        if "loss/entropy" in values
-        else _why_no_update(values),
-        f"{values['time/step']:.1f} s (rollout {values['time/rollout']:.1f}, update {values['time/update']:.1f})",
-    ]
+    shown["valid/unscored"] = "({:.0f} without a reward)"  # these count as wrong
+    parts += [text.format(values[name]) for name, text in shown.items() if name in values]
+    parts.append(f"calls {values['tools/calls_per_trajectory']:.2f} (ran {values['tools/all/calls']:.0f})")
+    parts.append(f"branches {values['branching/branches_per_prompt']:.1f}")
+    if "tools/replayed" in values:
+        parts.append(_replays(values))
+    parts.append(f"tokens {values['response/tokens']:.0f}")
+    if "loss/entropy" in values:
+        parts.append(f"entropy {values['loss/entropy']:.2f}  mismatch kl {values['mismatch/kl']:.1e}")
+    else:
+        parts.append(_why_no_update(values))
+    times = f"rollout {values['time/rollout']:.1f}, update {values['time/update']:.1f}"
+    parts.append(f"{values['time/step']:.1f} s ({times})")
     return "  ".join(parts)
 
 
-def _why_no_update(values: dict[str, float]) -> str:
+def _why_no_update(values: Mapping[str, float]) -> str:
     if "critic/loss" in values:
         return "no policy update (the critic warms up)"
     if "group/not_trained_on" in values:
@@ -343,9 +459,10 @@ def _why_no_update(values: dict[str, float]) -> str:
     return f"no policy update: all groups alike ({most} {share:.0%}), docs/troubleshooting.md#all-groups-are-dead"
 
 
-def _replays(values: dict[str, float]) -> str:
+def _replays(values: Mapping[str, float]) -> str:
+    text = f"replayed {values['tools/replayed']:.0f}"
     mismatches = values["tools/replay_mismatch"]
-    return f"replayed {values['tools/replayed']:.0f}" + (f" ({mismatches:.0f} otherwise)" if mismatches else "")
+    return f"{text} ({mismatches:.0f} otherwise)" if mismatches else text
 
 
 if __name__ == "__main__":

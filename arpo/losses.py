@@ -17,7 +17,7 @@ its sum is divided by a *global* count, `denominator`. So the shares add up, how
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -158,17 +158,26 @@ def token_losses(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
     return tokens
 
 
-def towards_target(cfg: LossConfig, entropies: Sequence[float]) -> LossConfig:
-    """Return the loss with the entropy coefficient that these mean entropies (nats) of the steps so far lead to.
+class EntropyTarget:
+    """The entropy bonus that holds the policy's entropy at `loss.entropy_target`; a constant bonus without a target.
 
-    Target 0.3, entropies 0.2, 0.2, 0.4 -> 0.001, 0.002, and now 0.001.
+    After a step with less entropy than the target the bonus's coefficient grows by ENTROPY_STEP. After one with more it
+    falls by as much, but never below 0. Target 0.3, coefficient 0, entropies 0.2, 0.2, 0.4 -> 0.001, 0.002, 0.001.
     """
-    if cfg.entropy_target is None:
-        return cfg
-    coefficient = cfg.entropy_coefficient
-    for entropy in entropies:
-        coefficient = max(coefficient + math.copysign(ENTROPY_STEP, cfg.entropy_target - entropy), 0.0)
-    return replace(cfg, entropy_coefficient=coefficient)
+
+    def __init__(self, cfg: LossConfig, entropies: Iterable[float] = ()):
+        """entropies: mean entropy (nats) of each step that a resumed run has done before."""
+        self.loss = cfg
+        """The options of the loss, with the coefficient for the next step."""
+        for entropy in entropies:
+            self.add(entropy)
+
+    def add(self, entropy: float | None) -> None:
+        """Take the mean entropy (nats) of a step; None if the step updated nothing."""
+        if self.loss.entropy_target is None or entropy is None:
+            return
+        change = math.copysign(ENTROPY_STEP, self.loss.entropy_target - entropy)
+        self.loss = replace(self.loss, entropy_coefficient=max(self.loss.entropy_coefficient + change, 0.0))
 
 
 def ppo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:

@@ -175,11 +175,20 @@ class Run:
             more_s = min(tools.next_s - time.now[rank], max_step_s) if self.cfg.carry_over else 0.0
             time.sleep(rank, max(seconds, more_s))
 
-        team, console = Team(VirtualRanks.make(rank, time, self.store)), Console(is_main=False)
         return Sampler(
-            engine, tools, self.codec, team, console, SEED, self.cfg, NO_BRANCHES, work.max_num_seqs, Score(),
-            clock=functools.partial(time.now.__getitem__, rank), sleep=sleep,
-        )  # fmt: skip
+            engine=engine,
+            tools=tools,
+            codec=self.codec,
+            team=Team(VirtualRanks.make(rank, time, self.store)),
+            log=Console(is_main=False),
+            seed=SEED,
+            rollout=self.cfg,
+            branching=NO_BRANCHES,
+            max_num_seqs=work.max_num_seqs,
+            score=Score(),
+            clock=functools.partial(time.now.__getitem__, rank),
+            sleep=sleep,
+        )
 
     def make_validation(self, sampler: Sampler) -> Validation:
         run = RunConfig(validate_every=1)

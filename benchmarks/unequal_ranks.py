@@ -69,7 +69,17 @@ def on_rank(rank: int, port: int, folder: str, quick: bool, results: mp.SimpleQu
         for way, cfg in {"fixed": fixed, "pull": replace(fixed, dispatch="pull")}.items():
             place.barrier()
             started = time.perf_counter()
-            sampler = Sampler(engine, tools, codec, team, nobody, 0, cfg, none, MAX_NUM_SEQS)
+            sampler = Sampler(
+                engine=engine,
+                tools=tools,
+                codec=codec,
+                team=team,
+                log=nobody,
+                seed=0,
+                rollout=cfg,
+                branching=none,
+                max_num_seqs=MAX_NUM_SEQS,
+            )
             source = OneRollout(sampler, prompts, repeat, label=way)
             sampler.run(source, way, NUM_PROMPTS)
             place.barrier()  # which is what the ranks wait for each other at

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.losses import loss_of
 
-from arpo.losses import AGGREGATIONS, TOKEN_LOSSES, loss_denominator, mean_and_std, token_moments, towards_target
+from arpo.losses import AGGREGATIONS, TOKEN_LOSSES, EntropyTarget, loss_denominator, mean_and_std, token_moments
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
 
@@ -334,4 +334,9 @@ def test_a_kl_that_belongs_to_the_reward_is_not_in_the_loss_too():
 )
 def test_the_entropy_coefficient_follows_the_entropy(target, entropies, expected):
     cfg = LossConfig(entropy_coefficient=0.002, entropy_target=target)
-    assert towards_target(cfg, entropies).entropy_coefficient == pytest.approx(expected, abs=1e-12)
+    resumed = EntropyTarget(cfg, entropies)
+    uninterrupted = EntropyTarget(cfg)
+    for entropy in [None, *entropies]:  # the first step updated nothing
+        uninterrupted.add(entropy)
+    assert resumed.loss == uninterrupted.loss
+    assert resumed.loss.entropy_coefficient == pytest.approx(expected, abs=1e-12)

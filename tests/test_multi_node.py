@@ -53,7 +53,10 @@ def pull():
         num_running = 0
 
     cfg, none = RolloutConfig(group_size=1, dispatch="pull"), BranchingConfig("none")
-    sampler = Sampler(Idle(), None, None, Team(ranks), None, 0, cfg, none, 8, lambda groups: None)
+    sampler = Sampler(
+        engine=Idle(), tools=None, codec=None, team=Team(ranks), log=None, seed=0, rollout=cfg, branching=none,
+        max_num_seqs=8, score=lambda groups: None,
+    )  # fmt: skip
     queue = Refilled(sampler, [Prompt(f"p{i}", [], [""]) for i in range(9)], "q", num_wanted=2)
     place = queue.take()
     queue.places[f"p{place}"] = place

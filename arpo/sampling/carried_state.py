@@ -80,12 +80,14 @@ def answered(
     return kept
 
 
-def go_on_from(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt]) -> CarryOver:
-    """Return a fresh CarryOver with this rank's part of what `state_of` has saved on all ranks: its own groups again,
-    or dealt ones on another number of ranks. Collective. Raises UserError for a file that is broken, or of other data.
+def restore(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt]) -> None:
+    """Fill a new CarryOver from the files that `state_of` wrote on all ranks. Collective.
+
+    On the same number of ranks each gets its own groups again; on another number the groups are dealt out anew. Raises
+    UserError for a broken file, or one with other prompts.
     """
     if not files:
-        return carry
+        return
     ranks, by_id = carry.team.ranks, {prompt.prompt_id: prompt for prompt in prompts}
     if len(files) == ranks.world_size:
         tree = _read(files[ranks.rank])
@@ -109,7 +111,6 @@ def go_on_from(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt
     carry.sampler.tools.park()
     own = [Begun(c.number, c.begun, c.is_whole) for c in carry.carried]
     carry.begun = sorted(entry for part in ranks.all_gather_objects(own) for entry in part)
-    return carry
 
 
 def check_nothing_is_left(files: Sequence[Path]) -> None:

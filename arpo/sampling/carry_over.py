@@ -95,8 +95,8 @@ class CarryOver(Source):
         return max(min(2, steps_left) * self.num_prompts - len(self.begun) - len(self.waiting), 0)
 
     @property
-    def num_behind(self) -> int:
-        """How many of the last drawn prompts to go back in the data, so that none is left out untrained."""
+    def num_to_redraw(self) -> int:
+        """On resume, the run goes back this many prompts in the data, so that each prompt is trained on."""
         untrained = [entry.number for entry in self.begun] + list(self.waiting)
         return self.num_drawn - min(untrained, default=self.num_drawn)
 

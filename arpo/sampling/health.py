@@ -3,83 +3,109 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from arpo.trajectory import Group, StopReason
 
-MAX_FAILED_SHARE, MAX_UNREWARDED_SHARE, MAX_MISSED_SHARE = 0.05, 0.5, 0.2
-"""A batch is not trained on with a larger share of trajectories that failed, of trajectories to which a function of the
-user's gave no reward, or of searches that found no recorded result."""
+MAX_FAILED_SHARE = 0.05
+"""Largest share of trajectories that failed, of a batch that is trained on."""
+MAX_UNREWARDED_SHARE = 0.5
+"""Largest share of trajectories without a reward from the user's function, of a batch that is trained on."""
+MAX_MISSED_SHARE = 0.2
+"""Largest share of searches without a recorded result, of a batch that is trained on."""
 MAX_BAD_BATCHES = 3
-"""Number of such batches in a row that ends the run."""
+"""This many bad batches in a row end the run."""
 NOT_RECORDED = "not in the recorded results"
 
 
-class ToolHealth:
-    """Watch over the batches of a run. Every rank sees all groups, so all ranks decide alike.
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement of a batch."""
 
-    A trajectory that ended in a failure of one of our services is left out of the loss. Without many of them a batch
-    would be left with the questions that need no tool, and the policy would learn to do without tools. It would learn
-    the same from a search that answers from recorded results only and finds none: that is an error which the model
-    reads, and its trajectory stays in the loss.
-    A batch in which many trajectories have no reward would teach those answers only that are easy to assess.
+    failed_share: float = 0.0
+    """Share of trajectories that ended in an infrastructure error."""
+    missed_share: float = 0.0
+    """Share of searches without a recorded result."""
+    bad_because: str = ""
+    """Reason not to train on the batch; "" for a good batch."""
+    warning: str = ""
+    """Line for the console; "" if there is nothing to say."""
+
+    @property
+    def may_train(self) -> bool:
+        return not self.bad_because
+
+
+class ToolHealth:
+    """Watches the batches of a run. Every rank sees all groups, so all ranks decide alike.
+
+    A trajectory that ended in an infrastructure error is left out of the loss. If many did, mostly the questions that
+    need no tool would be left, and the policy would learn to do without tools. A search that only replays recorded
+    results and finds none would teach the same: the model reads an error, and its trajectory stays in the loss.
+    If many trajectories had no reward, only answers that are easy to assess would be trained on.
     """
 
     def __init__(self) -> None:
         self.num_bad_batches = 0
         """Bad batches in a row."""
-        self.failed_share = self.missed_share = 0.0
-        """Of the last batch: trajectories that ended in a failure of ours, searches for which nothing is recorded."""
-        self.warning = ""
-        """What the console should say of the last batch; empty for nothing. Few misses are said once in a run."""
-        self._reason = ""  # what makes the last batch a bad one
-        self._told_of_misses = False
-        self._first_bad = 0
+        self.verdict = Verdict()
+        """Judgement of the newest batch."""
+        self._told_of_misses = False  # few misses are said once in a run
+        self._first_bad = 0  # prompts that were drawn before the first of the bad batches
 
-    def may_train(self, groups: list[Group], first: int = 0) -> bool:
-        """Return whether no share is too large. first: prompts that were drawn before these (see `go_on_from`)."""
+    def judge(self, groups: list[Group], num_drawn_before: int = 0) -> Verdict:
+        """Judge a batch. num_drawn_before: prompts that the run had drawn before it (see `num_drawn_on_resume`)."""
         trajectories = [t for group in groups for t in group.trajectories]
         searches = [call for t in trajectories for call in t.own_tool_calls if call.tag == "search" and call.executed]
-        self.failed_share = _share(t.stop_reason == StopReason.ERROR for t in trajectories)
-        self.missed_share = _share(call.error_kind == "not_recorded" for call in searches)
+        failed_share = _share(t.stop_reason == StopReason.ERROR for t in trajectories)
+        missed_share = _share(call.error_kind == "not_recorded" for call in searches)
         unrewarded_share = _share(t.is_left_out and t.stop_reason != StopReason.ERROR for t in trajectories)
-        missed = f"{self.missed_share:.1%} of the searches are {NOT_RECORDED}"
-        self._reason = ""
-        if self.failed_share > MAX_FAILED_SHARE:
-            self._reason = f"tools failed in {self.failed_share:.0%} of the trajectories"
+        missed = f"{missed_share:.1%} of the searches are {NOT_RECORDED}"
+
+        bad_because = ""
+        if failed_share > MAX_FAILED_SHARE:
+            bad_because = f"tools failed in {failed_share:.0%} of the trajectories"
         elif unrewarded_share > MAX_UNREWARDED_SHARE:
-            self._reason = f"{unrewarded_share:.0%} of the trajectories have no reward"
-        elif self.missed_share > MAX_MISSED_SHARE:
-            self._reason = missed
-        self.num_bad_batches = self.num_bad_batches + 1 if self._reason else 0
+            bad_because = f"{unrewarded_share:.0%} of the trajectories have no reward"
+        elif missed_share > MAX_MISSED_SHARE:
+            bad_because = missed
+        self.num_bad_batches = self.num_bad_batches + 1 if bad_because else 0
         if self.num_bad_batches <= 1:
-            self._first_bad = first
-        self.warning = f"warning: this batch is not trained on: {self._reason}" if self._reason else ""
-        if self.missed_share and not self._told_of_misses and not self._reason:
-            self.warning = f"warning: {missed}; the model reads an error in their place, and is trained on it"
-        self._told_of_misses |= self.missed_share > 0
-        return not self._reason
+            self._first_bad = num_drawn_before
+
+        warning = ""
+        if bad_because:
+            warning = f"warning: this batch is not trained on: {bad_because}"
+        elif missed_share and not self._told_of_misses:
+            warning = f"warning: {missed}; the model reads an error in their place, and is trained on it"
+        self._told_of_misses |= missed_share > 0
+        self.verdict = Verdict(failed_share, missed_share, bad_because=bad_because, warning=warning)
+        return self.verdict
 
     @property
     def must_stop(self) -> bool:
         return self.num_bad_batches >= MAX_BAD_BATCHES
 
-    def go_on_from(self, num_drawn: int) -> int:
-        """Return where in the data the next step begins: after all that was drawn or, where the run must stop, at the
-        prompts of the first of the bad batches. Nothing was learnt of those, and they come again once the tools do."""
+    def num_drawn_on_resume(self, num_drawn: int) -> int:
+        """Return the place in the data where a resumed run continues: normally after all `num_drawn` prompts.
+
+        A run that must stop goes back to the first of the bad batches: nothing was learnt from their prompts.
+        """
         return self._first_bad if self.must_stop else num_drawn
 
-    def __str__(self) -> str:
-        """The one line that ends the run."""
+    def stop_message(self) -> str:
+        """Return the line that ends the run."""
+        reason = self.verdict.bad_because
         fix = "see the warnings above, then start the same command again"
-        if self._reason.endswith(NOT_RECORDED):
+        if reason.endswith(NOT_RECORDED):
             fix = (
                 "start the command again with run.resume_changed True, tools.search.mode record and "
                 "tools.search.backend brightdata or serper (each needs a key), http (a retriever) or local (a corpus)"
             )
-        return f"{self._reason}, in {self.num_bad_batches} batches in a row; {fix}: it continues from the checkpoint"
+        return f"{reason}, in {self.num_bad_batches} batches in a row; {fix}: it continues from the checkpoint"
 
 
 def _share(events: Iterable[bool]) -> float:
-    """Return the share of true ones; 0 of none."""
+    """Return the share of True; 0 if there are no events."""
     flags = list(events)
     return sum(flags) / max(len(flags), 1)

@@ -1,4 +1,4 @@
-"""The rollouts of a training: which prompts a step draws, what is sampled, and what of it can teach."""
+"""The rollouts of a training run: they draw a step's prompts, sample them, and choose the groups to train on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from arpo.metrics import Metrics, rollout_metrics, source_names
 from arpo.options import AdvantageConfig
 from arpo.ranks import Timers
 from arpo.sampling.branch_worth import BranchWorth
-from arpo.sampling.carried_state import check_nothing_is_left, go_on_from, state_of
+from arpo.sampling.carried_state import check_nothing_is_left, restore, state_of
 from arpo.sampling.carry_over import CarryOver
 from arpo.sampling.gradient_noise import GradientNoise
 from arpo.sampling.health import ToolHealth
@@ -30,16 +30,16 @@ from arpo.trajectory import Group, Prompt
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups of a step, which are the same on every rank."""
+    """The groups of a step. They are the same on every rank."""
 
     sampled: list[Group]
-    """All of them, scored, in the order of the prompts."""
+    """All groups, scored, in the order of the prompts."""
     groups: list[Group]
-    """Those that the step is trained on; none where tools failed so often that they would teach to do without them."""
-    metrics: Metrics
-    """Of this rank's share."""
-    values: dict[str, float]
-    """Metrics of all groups."""
+    """The groups to train on; none if tools failed too often (health.py)."""
+    local_metrics: Metrics
+    """Metrics of this rank's share of the groups."""
+    global_values: dict[str, float]
+    """Metrics of all groups, the same on every rank."""
 
 
 class Rollouts:
@@ -54,59 +54,82 @@ class Rollouts:
         num_steps: int,
         noise: GradientNoise | None = None,
     ):
-        """`prompts` are those of the training data, drawn in this order; num_steps: of the run.
+        """`prompts` are the training data, drawn as `order` says. num_steps: number of steps of the run.
 
-        noise: watches the gradients, which the script gives it; here it is only saved and resumed.
+        noise: fed by the script, and only saved and resumed here.
         """
-        self.sampler, self.order, self.prompts, self.advantage = sampler, order, prompts, advantage
-        self.num_prompts, self.num_steps = order.num_per_step, num_steps
+        self.sampler = sampler
+        self.order = order
+        self.prompts = prompts
+        self.advantage = advantage
+        self.num_prompts = order.num_per_step
+        self.num_steps = num_steps
         self.validation: Validation | None = None
         self.sources = source_names(prompts)
-        self.num_drawn = self.first_drawn = 0
-        """Prompts of the data that the run has drawn: so far, and before the step that is under way."""
-        self.health, self.signal = ToolHealth(), BranchingSignal(sampler.branching)
+        self.num_drawn = 0
+        """Prompts that the run has drawn from the data so far."""
+        self.first_drawn = 0
+        """Prompts that the run had drawn before the current step."""
+        self.carry = CarryOver(sampler, self.num_prompts) if sampler.rollout.carry_over else None
+        self.health = ToolHealth()
+        self.signal = BranchingSignal(sampler.branching)
         self.worth = BranchWorth(sampler.rollout.group_size)
         self.noise = noise
-        self.go_on_from({}, (), done_steps=0)
 
-    def go_on_from(self, state: dict, rank_files: Sequence[Path], *, done_steps: int) -> None:
-        """Go on where `state` and `rank_state` of `done_steps` steps ended; {} and none: at that step of the data.
-        Collective. Raises UserError for files that do not fit."""
+    # ---- what a checkpoint keeps
+
+    def resume(self, state: dict, rank_files: Sequence[Path], *, done_steps: int) -> None:
+        """Continue after `done_steps` steps. Collective. Raises UserError for files that do not fit.
+
+        `state` and `rank_files` are what `state` and `rank_state` returned then. An empty `state` continues at the
+        place in the data that follows from `done_steps`.
+        """
         self.num_drawn = state.get("num_drawn", done_steps * self.num_prompts)
         self.order.state = state.get("order", self.order.state)
         self.worth.resume(state.get("branch_worth", {}))
         if self.noise:
             self.noise.resume(state.get("gradient_noise", {}))
-        self.carry: CarryOver | None = None
-        if self.sampler.rollout.carry_over:
-            self.carry = go_on_from(CarryOver(self.sampler, self.num_prompts), rank_files, self.prompts)
+        if self.carry:
+            restore(self.carry, rank_files, self.prompts)
         else:
             check_nothing_is_left(rank_files)
 
     def state(self) -> dict:
-        """Return what the next step depends on, the same on all ranks, as JSON can hold it."""
+        """Return the state that the next step depends on, as JSON values. It is the same on all ranks."""
         return {
-            "num_drawn": self.health.go_on_from(self.num_drawn),
+            "num_drawn": self.health.num_drawn_on_resume(self.num_drawn),
             "order": self.order.state,
             "branch_worth": self.worth.state(),
             "gradient_noise": self.noise.state() if self.noise else {},
         }
 
     def rank_state(self) -> bytes | None:
-        """Return what this rank has of its own for the next step; None where no rank has anything."""
+        """Return the state of this rank alone; None if no rank has any."""
         return state_of(self.carry) if self.carry and not self.health.must_stop else None
 
+    # ---- validation
+
     def validate_on(self, prompts: Sequence[Prompt], log: RunLog, run: RunConfig, done_steps: int) -> None:
-        """Validate on these prompts, now before the first step, and then as `run` says; never without any."""
+        """Validate on these prompts before the first step, and later as `run` says. Without prompts: never."""
         if prompts and run.validate_every:
-            self.validation = Validation(self.sampler, log, prompts, run, self.num_steps)
+            self.validation = Validation(self.sampler, log, prompts, run=run, num_steps=self.num_steps)
             if done_steps == 0:
                 self.validation.before_training()
 
+    def after_update(self, step: int, timers: Timers) -> dict[str, float]:
+        """Validate if it is due, and return the scores. Collective."""
+        if not self.validation:
+            return {}
+        with timers("validate"):
+            return self.validation.after(step)
+
+    # ---- a step
+
     def next(self, step: int, timers: Timers) -> Batch:
         """Sample and score a step, then put the engine to sleep. Collective."""
-        engine, team = self.sampler.engine, self.sampler.team
-        num_prefilled = engine.stats.prefilled_tokens
+        engine = self.sampler.engine
+        team = self.sampler.team
+        num_prefilled_before = engine.stats.prefilled_tokens
         with timers("rollout"):
             source, drawn = self._begin(step)
             self.sampler.run(source, f"step {step} rollout", self.num_prompts // team.num_teams)
@@ -115,66 +138,72 @@ class Rollouts:
         with timers("exchange"):
             sampled = source.exchange()
         if isinstance(source, Refilled):
-            drawn = drawn[: len(sampled)]  # what was cut off is drawn again
-        self.num_drawn = drawn[-1][1] if drawn else self.num_drawn
+            drawn = drawn[: len(sampled)]  # prompts that were cut off are drawn again
+        if drawn:
+            _, self.num_drawn = drawn[-1]
         with timers("sync"):
             engine.sleep()
-        batch = self._judged(step, sampled)
-        batch.metrics.sum("tokens/prefilled", (engine.stats.prefilled_tokens - num_prefilled) * team.is_first)
+        batch = self._judge(step, sampled)
+        num_prefilled = engine.stats.prefilled_tokens - num_prefilled_before
+        # the ranks of a team share one engine: only the first counts its tokens
+        batch.local_metrics.sum("tokens/prefilled", num_prefilled * team.is_first)
         if isinstance(source, Refilled):
             self._count_refill(step, batch, source)
         return batch
 
     def _begin(self, step: int) -> tuple[CarryOver | OneRollout, list[tuple[int, int]]]:
-        """Draw the prompts of a step. Return what samples them, and what `PromptOrder.queue` says of them."""
-        carry, max_further = self.carry, 0
-        self.first_drawn = self.num_drawn - (carry.num_behind if carry else 0)
+        """Draw the prompts of a step. Return the source that samples them, and the pairs that `PromptOrder` returned.
+
+        Each pair is (index of the prompt, num_drawn after it).
+        """
+        carry = self.carry
+        self.first_drawn = self.num_drawn - (carry.num_to_redraw if carry else 0)
+        max_further = 0
         if self.advantage.dead_groups == "resample":
             max_further = self.num_prompts * self.advantage.max_resample
-        count = carry.num_to_draw(self.num_steps - step + 1) if carry else self.num_prompts + max_further
-        drawn = next_prompts(self.order, self.num_drawn, count, len(self.prompts))
-        prompts = [self.prompts[i] for i, _ in drawn]
+        num_to_draw = carry.num_to_draw(self.num_steps - step + 1) if carry else self.num_prompts + max_further
+        drawn = next_prompts(self.order, self.num_drawn, num_to_draw, len(self.prompts))
+        prompts = [self.prompts[index] for index, _ in drawn]
         if carry:
             return carry.begin_step(step, prompts), drawn
         if max_further:
             return Refilled(self.sampler, prompts, step, num_wanted=self.num_prompts), drawn
         return OneRollout(self.sampler, prompts, step), drawn
 
-    def _judged(self, step: int, sampled: list[Group]) -> Batch:
-        """Return the batch of a step's scored groups, after all who hear of each step have heard of it."""
-        ranks, tools = self.sampler.team.ranks, self.sampler.tools
+    def _judge(self, step: int, sampled: list[Group]) -> Batch:
+        """Show a step's scored groups to all who watch the run, and choose the groups to train on."""
+        ranks = self.sampler.team.ranks
         share = sampled[ranks.rank :: ranks.world_size]  # each rank counts its share once
-        metrics = rollout_metrics(share, self.sources, take_counts(tools.tools), step)
+        metrics = rollout_metrics(share, self.sources, take_counts(self.sampler.tools.tools), step)
         values = self.signal.add(sampled) | self.worth.add(sampled) | heard(self.order, sampled)
-        may_train = self.health.may_train(sampled, self.first_drawn)
-        groups = groups_to_train_on(sampled, self.num_prompts, self.advantage) if may_train else []
-        values |= {} if may_train else {"group/not_trained_on": 1.0}
-        for warning in filter(None, (self.signal.warning, self.worth.warning, self.health.warning)):
-            self.sampler.log.line(f"step {step}: {warning}")
-        return Batch(sampled, groups, metrics, values)
+        verdict = self.health.judge(sampled, self.first_drawn)
+        if verdict.may_train:
+            groups = groups_to_train_on(sampled, self.num_prompts, self.advantage)
+        else:
+            groups = []
+            values["group/not_trained_on"] = 1.0
+        for warning in (self.signal.warning, self.worth.warning, verdict.warning):
+            if warning:
+                self.sampler.log.line(f"step {step}: {warning}")
+        return Batch(sampled, groups, local_metrics=metrics, global_values=values)
 
     def _count_refill(self, step: int, batch: Batch, source: Refilled) -> None:
         is_main = self.sampler.team.ranks.is_main
-        batch.metrics.sum("group/resampled_prompts", (len(batch.sampled) - self.num_prompts) * is_main)
-        batch.metrics.sum("group/cut_off", source.num_cut_off * is_main)
+        num_sampled = len(batch.sampled)
+        batch.local_metrics.sum("group/resampled_prompts", (num_sampled - self.num_prompts) * is_main)
+        batch.local_metrics.sum("group/cut_off", source.num_cut_off * is_main)
         num_mixed = len(groups_to_train_on(batch.sampled, self.num_prompts, self.advantage))
         if num_mixed < self.num_prompts:
-            found = f"only {num_mixed} groups to train on, after {len(batch.sampled)} prompts"
-            self.sampler.log.line(f"step {step}: {found}")
+            self.sampler.log.line(f"step {step}: only {num_mixed} groups to train on, after {num_sampled} prompts")
 
-    def after_update(self, step: int, timers: Timers) -> dict[str, float]:
-        """Return the scores of the validation that is due now. Collective."""
-        if not self.validation:
-            return {}
-        with timers("validate"):
-            return self.validation.after(step)
+    # ---- the end of a run that cannot go on
 
     @property
     def must_stop(self) -> bool:
-        """True where tools have failed so often in a row that the run cannot go on."""
+        """True if tools have failed in so many steps in a row that the run cannot go on."""
         return self.health.must_stop
 
     def raise_if_broken(self) -> None:
         """Raise the UserError that ends a run which `must_stop`."""
-        if self.health.must_stop:
-            raise UserError(str(self.health))
+        if self.must_stop:
+            raise UserError(self.health.stop_message())

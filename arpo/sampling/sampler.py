@@ -24,7 +24,7 @@ LOOK_S, LOOK_PER_TEAM_S = 0.05, 2e-4
 the store at most, whatever the number of teams."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampler:
     """A run's engine, tools and settings."""
 

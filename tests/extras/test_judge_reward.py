@@ -275,13 +275,13 @@ def test_answers_without_a_verdict_are_not_trained_on_and_many_of_them_end_the_r
     service.then(says("no", 400))
     few += [group("b", "4")]
     scoring(few)
-    assert health.may_train(few) and teaching(few[1]) == [] and len(teaching(few[0])) == 3
+    assert health.judge(few).may_train and teaching(few[1]) == [] and len(teaching(few[0])) == 3
     assert rollout_metrics(few).values()["reward_reason/judge_failed"] == 1
     for number in range(MAX_BAD_BATCHES):
         many = [group(f"{number} {i}", "4", "5", "") for i in range(3)]
         scoring(many)
-        assert not health.may_train(many, number) and "67% of the trajectories have no rew" in health.warning
-    assert health.must_stop and "67% of the trajectories have no reward, in 3 batches" in str(health)
+        assert "not trained on: 67% of the trajectories have no reward" in health.judge(many, number).warning
+    assert health.must_stop and "67% of the trajectories have no reward, in 3 batches" in health.stop_message()
 
 
 def test_a_validation_counts_what_has_no_verdict(make_scoring, service):

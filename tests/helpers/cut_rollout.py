@@ -16,7 +16,7 @@ from arpo.engine.team import Team
 from arpo.log import Console
 from arpo.ranks import Ranks
 from arpo.rollout import Rollout
-from arpo.sampling.carried_state import go_on_from, state_of
+from arpo.sampling.carried_state import restore, state_of
 from arpo.sampling.carry_over import CarryOver
 from arpo.sampling.sampler import Sampler
 from arpo.tools.base import ToolRunner
@@ -97,7 +97,18 @@ def sampler_with(ranks: Ranks, script, tools, cfg, branching, *, score=None, run
     console = Console(is_main=False)
     tools = runner({t.tag: t for t in tools})
     on_group = getattr(score, "on_group", None)
-    return Sampler(engine, tools, CODEC, Team(ranks), console, 0, cfg, branching, score=score, on_group=on_group)
+    return Sampler(
+        engine=engine,
+        tools=tools,
+        codec=CODEC,
+        team=Team(ranks),
+        log=console,
+        seed=0,
+        rollout=cfg,
+        branching=branching,
+        score=score,
+        on_group=on_group,
+    )
 
 
 def make(
@@ -139,7 +150,7 @@ def saved(carry: CarryOver, folder: Path) -> list[Path]:
 def moved(carry: CarryOver, fresh: CarryOver, prompts: list) -> CarryOver:
     """A fresh CarryOver that goes on from where this one is."""
     with tempfile.TemporaryDirectory() as folder:
-        go_on_from(fresh, saved(carry, Path(folder)), prompts)
+        restore(fresh, saved(carry, Path(folder)), prompts)
     return fresh
 
 

@@ -21,7 +21,7 @@ from arpo.metrics import staleness
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.retrospective import EXPANSIONS
 from arpo.rollout import Rollout
-from arpo.sampling.carried_state import check_nothing_is_left, go_on_from
+from arpo.sampling.carried_state import check_nothing_is_left, restore
 from arpo.sampling.carry_over import Begun, Carried
 from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolRunner
@@ -196,7 +196,7 @@ def test_a_slow_prompt_is_carried_and_then_waited_for(alone, bound):
         prompts = [prompt(f"p{i}") for i in range(10)]
         steps = train(carry, prompts, 1, 1, 5)
         # p1 and the last of p0 to p3 go on: whoever begins again from the data alone begins with p1
-        assert (carry.begun[0].number, carry.begun[0].is_whole) == (1, False) and carry.num_behind == 3
+        assert (carry.begun[0].number, carry.begun[0].is_whole) == (1, False) and carry.num_to_redraw == 3
         steps += train(carry, prompts, 2, 5, 5, num_drawn=carry.num_drawn)
     finally:
         carry.sampler.tools.close()
@@ -394,11 +394,11 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(alone, tmp_path):
         with pytest.raises(UserError, match=r"rollout.carry_over=0 would drop; set it to 1$"):
             check_nothing_is_left(files)
         with pytest.raises(UserError, match=r"does not fit data.train .*; give the run the prompts that it had$"):
-            go_on_from(carry, files, prompts[:1])
+            restore(carry, files, prompts[:1])
         train(carry, prompts, 2, 2, 2, num_drawn=4)
         check_nothing_is_left(saved(carry, tmp_path))  # the run had ended
         files[0].write_bytes(gzip.compress(b"{")[:-3])
         with pytest.raises(UserError, match=r"carried_00000.json.gz: cannot be read"):
-            go_on_from(carry, files, prompts)
+            restore(carry, files, prompts)
     finally:
         carry.sampler.tools.close()

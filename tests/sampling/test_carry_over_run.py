@@ -17,7 +17,7 @@ from helpers.toy_run import build_toy_world
 
 from arpo.log import read_metrics
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.sampling.carried_state import go_on_from
+from arpo.sampling.carried_state import restore
 
 NONE = BranchingConfig(selector="none", num_initial_rollouts=2)
 CFG = RolloutConfig(
@@ -45,7 +45,7 @@ def scripted_steps(ranks, dispatch: str, folder: str, first: int, last: int) -> 
             return super().step()
 
     carry.sampler.engine.__class__ = Slower
-    go_on_from(carry, sorted(Path(folder).glob("*.gz")), prompts)
+    restore(carry, sorted(Path(folder).glob("*.gz")), prompts)
     try:
         steps = train(carry, prompts, first, last, 6, num_drawn=carry.num_drawn)
         for step, groups in enumerate(steps, first):

@@ -90,7 +90,7 @@ def test_a_run_goes_on_where_its_state_ends(alone, source):
     try:
         expected = [[g.prompt.prompt_id for g in whole.next(step, Timers()).sampled] for step in (1, 2, 3)]
         found = [[g.prompt.prompt_id for g in first.next(step, Timers()).sampled] for step in (1, 2)]
-        second.go_on_from(first.state(), (), done_steps=2)
+        second.resume(first.state(), (), done_steps=2)
         found.append([g.prompt.prompt_id for g in second.next(3, Timers()).sampled])
     finally:
         for rollouts in (whole, first, second):

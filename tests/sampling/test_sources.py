@@ -65,7 +65,18 @@ def sampler_of(ranks: Ranks, team: Team | None = None, cfg: RolloutConfig = SHOR
     engine = SeededEngine(TOKENIZER, None)
     engine.step_s = 0.002 * ranks.rank
     tools = team.tool_runner({"search": EchoTool("search", "found", jitter_s=0.003)})
-    return Sampler(engine, tools, CODEC, team, Console(is_main=False), 0, cfg, BRANCHES, max_num_seqs, score=by_length)
+    return Sampler(
+        engine=engine,
+        tools=tools,
+        codec=CODEC,
+        team=team,
+        log=Console(is_main=False),
+        seed=0,
+        rollout=cfg,
+        branching=BRANCHES,
+        max_num_seqs=max_num_seqs,
+        score=by_length,
+    )
 
 
 def prompts(count: int = NUM_PROMPTS) -> list[Prompt]:
@@ -196,9 +207,18 @@ def source_for(num_prompts: int, rank: int = 0, num_ranks: int = 1, store=None, 
     team = Team(Ranks(rank, num_ranks, torch.device("cpu"), mesh=None, store=store))
     clocks = {name: options.pop(name) for name in ("clock", "sleep") if name in options}
     cfg = replace(PULL, group_size=options.pop("group_size", 4), dispatch=options.pop("dispatch", "pull"))
-    limit, nobody = options.pop("max_num_seqs", 8), Console(is_main=False)
     sampler = Sampler(
-        IdleEngine(), ToolRunner({}), CODEC, team, nobody, 0, cfg, NO_BRANCHES, limit, lambda groups: None, **clocks
+        engine=IdleEngine(),
+        tools=ToolRunner({}),
+        codec=CODEC,
+        team=team,
+        log=Console(is_main=False),
+        seed=0,
+        rollout=cfg,
+        branching=NO_BRANCHES,
+        max_num_seqs=options.pop("max_num_seqs", 8),
+        score=lambda groups: None,
+        **clocks,
     )
     sampler.tools.close()
     kind = Refilled if "num_wanted" in options else OneRollout
@@ -235,9 +255,19 @@ def test_groups_are_handed_out_whole_and_the_first_ones_early(max_at_once):
         assert all(t.stop_reason == StopReason.EOS for t in group.trajectories)
         handed_out.append((group.prompt.prompt_id, len({key.split("|")[0] for key, *_ in engine.submitted})))
 
-    team, nobody = Team(Ranks(0, 1, torch.device("cpu"), mesh=None)), Console(is_main=False)
+    team = Team(Ranks(0, 1, torch.device("cpu"), mesh=None))
     tools = ToolRunner({"search": EchoTool("search", "found", jitter_s=0.002)})
-    sampler = Sampler(engine, tools, CODEC, team, nobody, 0, SHORT, NO_BRANCHES, on_group=on_group)
+    sampler = Sampler(
+        engine=engine,
+        tools=tools,
+        codec=CODEC,
+        team=team,
+        log=Console(is_main=False),
+        seed=0,
+        rollout=SHORT,
+        branching=NO_BRANCHES,
+        on_group=on_group,
+    )
     source = OneRollout(sampler, prompts(6), 0, max_at_once=max_at_once)
     try:
         sampler.run(source, "test", 6)
@@ -427,8 +457,18 @@ def on_real_engines(ranks: Ranks, folder: str) -> dict:
         ("refilled from a share", REAL, NUM_WANTED),
     ):
         runner = team.tool_runner({"search": held if way == "held" and ranks.rank else plain})
-        console, limit = Console(is_main=False), ENGINE.max_num_seqs
-        sampler = Sampler(engine, runner, codec, team, console, 0, cfg, BRANCHES, limit, score=by_length)
+        sampler = Sampler(
+            engine=engine,
+            tools=runner,
+            codec=codec,
+            team=team,
+            log=Console(is_main=False),
+            seed=0,
+            rollout=cfg,
+            branching=BRANCHES,
+            max_num_seqs=ENGINE.max_num_seqs,
+            score=by_length,
+        )
         source = OneRollout(sampler, questions, 0, label=way)
         if num_wanted:
             source = Refilled(sampler, questions, 0, num_wanted=num_wanted)

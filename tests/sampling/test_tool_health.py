@@ -25,26 +25,27 @@ def batch(num_failed: int, num_trajectories: int = 100) -> list[Group]:
 @pytest.mark.parametrize(("num_failed", "trains"), [(0, True), (5, True), (6, False), (100, False)])
 def test_more_than_five_percent_of_failed_trajectories_skip_the_update(num_failed, trains):
     health = ToolHealth()
-    assert health.may_train(batch(num_failed)) is trains
-    assert health.failed_share == num_failed / 100 and not health.must_stop
+    verdict = health.judge(batch(num_failed))
+    assert verdict.may_train is trains and verdict.failed_share == num_failed / 100 and not health.must_stop
 
 
 def test_three_bad_batches_in_a_row_end_the_run():
     health = ToolHealth()
     stops = []
     for num_failed in (20, 20, 0, 20, 20, 34):
-        health.may_train(batch(num_failed))
+        health.judge(batch(num_failed))
         stops.append(health.must_stop)
     assert stops == [False, False, False, False, False, True]
-    assert "34% of the trajectories, in 3 batches in a row" in str(health) and "\n" not in str(health)
+    line = health.stop_message()
+    assert "34% of the trajectories, in 3 batches in a row" in line and "\n" not in line
 
 
 def test_the_prompts_of_the_bad_batches_that_end_a_run_come_again():
     """8 prompts a step; the one bad batch before the good one was given up, as its run went on."""
     health, places = ToolHealth(), []
     for first, num_failed in zip(range(0, 48, 8), (20, 0, 20, 20, 34), strict=False):
-        health.may_train(batch(num_failed), first)
-        places.append(health.go_on_from(first + 8))
+        health.judge(batch(num_failed), first)
+        places.append(health.num_drawn_on_resume(first + 8))
     assert places == [8, 16, 24, 32, 16]
 
 
@@ -53,11 +54,11 @@ def test_trajectories_that_fail_through_their_own_doing_do_not_count():
     groups = batch(0)
     for trajectory in groups[0].trajectories:
         trajectory.stop_reason = StopReason.TOOL_LIMIT
-    assert health.may_train(groups)
+    assert health.judge(groups).may_train
 
 
 def test_an_empty_batch_is_healthy():
-    assert ToolHealth().may_train([])
+    assert ToolHealth().judge([]).may_train
 
 
 # ---- searches for which nothing is recorded
@@ -97,32 +98,32 @@ def calls(*made: ToolCall, inherited: tuple[ToolCall, ...] = ()) -> list[Group]:
 )  # fmt: skip
 def test_more_than_a_fifth_of_searches_without_a_recorded_result_skips_the_update(groups, missed_share, trains):
     health = ToolHealth()
-    assert health.may_train(groups) is trains
-    assert health.missed_share == pytest.approx(missed_share) and not health.must_stop
-    assert ("this batch is not trained on" in health.warning) is not trains
+    verdict = health.judge(groups)
+    assert verdict.may_train is trains
+    assert verdict.missed_share == pytest.approx(missed_share) and not health.must_stop
+    assert ("this batch is not trained on" in verdict.warning) is not trains
 
 
 def test_few_misses_are_said_once_and_every_bad_batch_is_said():
     few, many, none = calls(MISS, *[FOUND] * 9), calls(MISS, FOUND), calls(FOUND)
     health, said = ToolHealth(), []
     for groups in (none, few, few, many, many, few, none):
-        health.may_train(groups)
-        said.append(health.warning)
+        said.append(health.judge(groups).warning)
     assert [bool(text) for text in said] == [False, True, False, True, True, False, False]
     assert "10.0% of the searches" in said[1] and "is trained on it" in said[1]
     assert "50.0% of the searches" in said[3] and "not trained on" in said[3]
-    health.may_train(batch(num_failed=34))
-    assert "not trained on: tools failed in 34% of the trajectories" in health.warning
+    verdict = health.judge(batch(num_failed=34))
+    assert "not trained on: tools failed in 34% of the trajectories" in verdict.warning
 
 
 def test_three_batches_of_misses_in_a_row_end_the_run_with_the_reason_and_the_alternatives():
     few, many = calls(MISS, *[FOUND] * 9), calls(MISS, FOUND)
     health, stops = ToolHealth(), []
     for groups in (many, many, few, many, batch(num_failed=20), many):
-        health.may_train(groups)
+        health.judge(groups)
         stops.append(health.must_stop)
     assert stops == [False, False, False, False, False, True]
-    line = str(health)
+    line = health.stop_message()
     assert line.startswith("50.0% of the searches are not in the recorded results, in 3 batches in a row; ")
     assert all(word in line for word in ("a key", "a retriever", "a corpus", "continues from the checkpoint"))
     assert "\n" not in line

@@ -26,7 +26,7 @@ def test_an_exception_of_a_tool_costs_its_trajectory_and_not_the_run(caplog):
     assert all(t.stop_reason == StopReason.ERROR and tool_text(t) == "" for t in group.trajectories)
     assert {call.error_kind for t in group.trajectories for call in t.tool_calls} == {"exception"}
     assert rollout_metrics([group]).values()["tools/search/failed_exception"] == SHORT.group_size
-    assert not ToolHealth().may_train([group])
+    assert not ToolHealth().judge([group]).may_train
     assert [record.exc_info[0] for record in caplog.records] == [RecursionError]  # shown once
 
 
