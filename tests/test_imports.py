@@ -1,10 +1,10 @@
 """The import rule: who may import what, read off the source; and what `--help` must not pay for.
 
 Scripts import the package, never each other; the package never imports a script or `extras`; no circles, not even
-through imports inside functions; the ground (errors, config, options) imports nothing above it; the pure core imports
-only itself, the ground and pure libraries; only `engine/` imports vllm, inside functions; only `tools/http`, the tools
-that fetch pages, and their users in `evals/` know aiohttp; nothing there imports an MCP client, and `extras` only
-inside functions.
+through imports inside functions; the ground (jail, errors, config, options) imports nothing above it; the pure core
+imports only itself, the ground and pure libraries; only `engine/` imports vllm, inside functions; only `tools/http`,
+the tools that fetch pages, and their users in `evals/` know aiohttp; nothing there imports an MCP client, and `extras`
+only inside functions.
 """
 
 import ast
@@ -23,7 +23,7 @@ PURE_CORE = [
     "advantages", "losses", "batch", "tree", "rewards", "metrics",
 ]  # fmt: skip
 PURE_IMPORTS = {"numpy", "torch", "math_verify", "latex2sympy2_extended", "sympy"}
-GROUND = ("arpo.errors", "arpo.config", "arpo.options")
+GROUND = ("arpo.jail", "arpo.errors", "arpo.config", "arpo.options")
 """Rooms that everybody may import, from the lowest to the highest."""
 
 
@@ -174,8 +174,8 @@ def test_the_pure_core_imports_only_itself_and_pure_libraries():
         if room_of(name) not in core:
             continue
         assert {room_of(other) for other in ours_in(path)} <= {*GROUND, *core}, name
-        # math_worker is a program of its own, which imports its neighbours by path; so does math_sets, its part
-        jail = {"arpo.rewards.math_worker": {"sandbox", "math_numbers", "math_sets", "math_text"}}.get(name, set())
+        # math_worker is the program of a child process, which imports its neighbours by path; so does math_sets, its part
+        jail = {"arpo.rewards.math_worker": {"math_numbers", "math_sets", "math_text"}}.get(name, set())
         jail |= {"math_numbers"} if name == "arpo.rewards.math_sets" else set()
         assert packages_of(path) - {"arpo"} <= sys.stdlib_module_names | PURE_IMPORTS | jail, name
 

@@ -66,8 +66,8 @@ class Weather:
 
 def storm(victim_call: int, rank: int) -> None:
     """Break things inside a rank: sandbox hosts under their calls, the caches' disk, and rank 1 at a tool call."""
+    from arpo.jail.host_process import HostProcess
     from arpo.tools.cache.store import CacheFile
-    from arpo.tools.sandbox.host_process import HostProcess
 
     numbers, call, connect = itertools.count(1), HostProcess.call, CacheFile.connection
 

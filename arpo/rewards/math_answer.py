@@ -1,19 +1,15 @@
-"""Equality of two mathematical answers: cheap exact checks first, math-verify in a worker process for the rest."""
+"""Equality of two mathematical answers: cheap exact checks first, math-verify in a child process for the rest."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import re
-import subprocess
-import sys
-import threading
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 
+from arpo.jail.child import Child, ChildDied
 from arpo.protocol.format_rules import last_box
+from arpo.rewards import math_worker
 from arpo.rewards.math_text import from_unicode, respelled
 from arpo.rewards.qa import option_letter, unwrap
 
@@ -112,7 +108,7 @@ def math_equal(prediction: str, answer: str) -> bool:
     if bases[0] and numbers[1] is not None:
         return _in_base(bases[0][1], int(bases[0][2])) == numbers[1]
     # where one of them has a unit, that may be a variable: mass times g
-    return _worker.equal(prediction, answer) or (bool(unit) != bool(wanted_unit) and _worker.equal(*whole))
+    return _is_proven_equal(prediction, answer) or (bool(unit) != bool(wanted_unit) and _is_proven_equal(*whole))
 
 
 def _clean(text: str) -> str:
@@ -203,44 +199,17 @@ def _rational(text: str) -> Fraction | None:
     return None
 
 
-class _Worker:
-    """math_worker.py behind a pipe; restarted when a comparison killed it. Safe to use from any thread."""
-
-    def __init__(self) -> None:
-        self._forget()
-        os.register_at_fork(after_in_child=self._forget)
-
-    def _forget(self) -> None:
-        """Drop the process: the child of a fork must not talk into its parent's pipe."""
-        self._lock, self._process = threading.Lock(), None
-
-    def _start(self) -> subprocess.Popen:
-        path = Path(__file__).with_name("math_worker.py")
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", str(path)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", errors="replace",
-            env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},  # no keys beside what a policy wrote
-        )  # fmt: skip
-        if process.stdout.readline() != "ready\n":
-            code = process.wait()
-            raise RuntimeError(f"the math-verify worker did not start (exit code {code}); see its message above")
-        return process
-
-    def equal(self, prediction: str, answer: str) -> bool:
-        """Return math-verify's verdict; False where it ran out of time or memory."""
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._process = self._start()
-            process = self._process
-            reply = ""
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps([prediction, answer]) + "\n")
-                process.stdin.flush()
-                reply = process.stdout.readline()
-            if not reply:  # killed by its own timer
-                process.communicate()
-                self._process = None
-            return reply == "1\n"
+_child = Child(
+    Path(__file__).with_name("math_worker.py"),
+    memory_bytes=math_worker.MEMORY_BYTES,
+    cpu_s=math_worker.CPU_S,
+    wall_s=math_worker.WALL_S,
+)
 
 
-_worker = _Worker()
+def _is_proven_equal(prediction: str, answer: str) -> bool:
+    """Return math-verify's verdict; False where it ran out of time or memory."""
+    try:
+        return _child.ask([prediction, answer]) is True
+    except ChildDied:
+        return False

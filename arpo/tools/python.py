@@ -11,16 +11,16 @@ from typing import Any
 from arpo.config.facts import out_of_range
 from arpo.config.tools import PythonConfig
 from arpo.errors import UserError
+from arpo.jail.cgroup import find_parent
+from arpo.jail.client import GRACE_S, Sandbox
+from arpo.jail.host_process import SandboxUnavailable, Tier
+from arpo.jail.interpreter import named_interpreter
+from arpo.jail.limits import CallLimits
+from arpo.jail.wire import FILE_MARK, MAX_CODE_BYTES, Reply
 from arpo.protocol.calls import dedented
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.base import ToolResult
-from arpo.tools.sandbox.cgroup import find_parent
-from arpo.tools.sandbox.client import GRACE_S, Sandbox
-from arpo.tools.sandbox.host_process import SandboxUnavailable, Tier
-from arpo.tools.sandbox.interpreter import named_interpreter
-from arpo.tools.sandbox.limits import CallLimits
-from arpo.tools.sandbox.wire import FILE_MARK, MAX_CODE_BYTES, Reply
 
 FENCED = re.compile(r"\A\s*```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
 CUT = "\n... [output truncated] ...\n"

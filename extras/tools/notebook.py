@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Literal
 
 from arpo.errors import UserError, require
+from arpo.jail.client import GRACE_S
+from arpo.jail.host_process import Tier
+from arpo.jail.limits import CallLimits
+from arpo.jail.wire import Reply
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.interface import ToolContext, ToolResult
 from arpo.tools.python import MAX_OUTPUT_CHARS, refuse, shorten, strip_fences
-from arpo.tools.sandbox.client import GRACE_S
-from arpo.tools.sandbox.host_process import Tier
-from arpo.tools.sandbox.limits import CallLimits
-from arpo.tools.sandbox.wire import Reply
 from extras.tools.notebook_jail.client import SessionClient, open_session
 from extras.tools.python import RecordedPython, RecordedPythonConfig
 from extras.tools.recorder import PYTHON

@@ -17,13 +17,13 @@ from typing import Annotated, Literal
 
 from arpo.config.facts import AtLeast
 from arpo.config.tools import PythonConfig
+from arpo.jail.client import GRACE_S
+from arpo.jail.host_process import Tier
+from arpo.jail.limits import CallLimits
+from arpo.jail.wire import Reply
 from arpo.tools.base import ToolResult
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.python import MAX_OUTPUT_CHARS, PythonTool, refuse, strip_fences
-from arpo.tools.sandbox.client import GRACE_S
-from arpo.tools.sandbox.host_process import Tier
-from arpo.tools.sandbox.limits import CallLimits
-from arpo.tools.sandbox.wire import Reply
 from extras.tools.node_slots import NodeSlots
 from extras.tools.recorder import PYTHON, Recorder
 

@@ -12,10 +12,10 @@ from helpers.python_tools import TIERS, processes_of, start, wait_until
 from helpers.scripted_rollout import ANSWER, play, prompt
 
 from arpo.errors import UserError
+from arpo.jail.client import Sandbox
+from arpo.jail.host import NUM_SPARES
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.tools.base import ToolContext, ToolRunner
-from arpo.tools.sandbox.client import Sandbox
-from arpo.tools.sandbox.host import NUM_SPARES
 from extras.tools.notebook import Notebook, NotebookConfig, NotebookTool
 from extras.tools.session_tool import CannotFork, SessionLost
 

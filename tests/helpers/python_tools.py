@@ -10,9 +10,9 @@ import pytest
 
 from arpo.config.tools import PythonConfig
 from arpo.errors import UserError
+from arpo.jail.host import NUM_SPARES
 from arpo.tools.base import ToolResult
 from arpo.tools.python import PythonTool
-from arpo.tools.sandbox.host import NUM_SPARES
 
 HANG_S = 300.0
 TIERS = ["namespaces", "landlock"]

@@ -14,6 +14,7 @@ from helpers.families import TEMPLATES, codec_of, hermes_codec
 
 from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
+from arpo.jail.child import Child
 from arpo.protocol import FORMS
 from arpo.protocol.format_rules import last_box
 from arpo.rewards import load_custom, math_answer, score, score_by_rule, score_groups
@@ -472,23 +473,27 @@ def test_a_trial_gets_the_rows_own_fields_and_a_well_formed_answer_in_the_protoc
     load_custom("reward.file", f"{tmp_path}/mine.py:f").try_on(prompt, codec)
 
 
+def child_that_compares() -> Child:
+    program = Path(math_answer.__file__).with_name("math_worker.py")
+    return Child(program, memory_bytes=2 << 30, cpu_s=2.0, wall_s=60.0)
+
+
 def test_the_process_that_compares_answers_has_no_keys_and_is_in_a_jail(monkeypatch):
     monkeypatch.setenv("SERPER_API_KEY", "sk-secret")
-    worker = math_answer._Worker()
-    assert worker.equal("1/2", "0.5") and worker.equal(r"\frac{\sqrt{8}}{2}", r"\sqrt{2}")
-    process = Path(f"/proc/{worker._process.pid}")
+    child = child_that_compares()
+    assert child.ask(["1/2", "0.5"]) and child.ask([r"\frac{\sqrt{8}}{2}", r"\sqrt{2}"])
+    process = Path(f"/proc/{child._process.pid}")
     environment, status = (process / "environ").read_bytes(), (process / "status").read_text()
-    worker._process.kill()
-    worker._process.communicate()
+    child.close()
     assert b"sk-secret" not in environment and b"PATH=" in environment
     assert "Seccomp:\t2\n" in status and "CapEff:\t0000000000000000\n" in status
 
 
 def test_ctrl_c_is_for_the_run_and_not_for_the_process_that_compares_answers():
-    worker = math_answer._Worker()
-    assert worker.equal("1/2", "0.5")
-    process = worker._process
+    child = child_that_compares()
+    assert child.ask(["1/2", "0.5"])
+    process = child._process
     process.send_signal(signal.SIGINT)
-    assert worker.equal(r"\frac{1}{2}", "0.5") and worker._process is process
+    assert child.ask([r"\frac{1}{2}", "0.5"]) and child._process is process
     process.communicate()  # closes stdin, which ends it
     assert process.returncode == 0

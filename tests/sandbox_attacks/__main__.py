@@ -7,8 +7,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from arpo.tools.sandbox.client import Sandbox
-from arpo.tools.sandbox.host_process import SandboxUnavailable
+from arpo.jail.client import Sandbox
+from arpo.jail.host_process import SandboxUnavailable
 from sandbox_attacks import ATTACKS
 from sandbox_attacks.attack import LIMITS, Attack
 from sandbox_attacks.world import World, survivors

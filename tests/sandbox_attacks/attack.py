@@ -9,8 +9,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from arpo.tools.sandbox.limits import CallLimits  # noqa: E402
-from arpo.tools.sandbox.wire import Reply  # noqa: E402
+from arpo.jail.limits import CallLimits  # noqa: E402
+from arpo.jail.wire import Reply  # noqa: E402
 
 LIMITS = CallLimits(wall_s=9.0, cpu_s=2.0, memory_bytes=256 << 20)
 """With time to reach the other limits beside the other attacks, behind whatever else the machine does."""

@@ -1,6 +1,6 @@
 """Code that uses too much: processes, memory, disk, time, output."""
 
-from arpo.tools.sandbox.wire import Reply
+from arpo.jail.wire import Reply
 from sandbox_attacks.attack import ATTEMPT, BLOCKED, LIMITS, MARKER, STOPPED, Attack, ended, printed, raised
 
 FORK_BOMB = """

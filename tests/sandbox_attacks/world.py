@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from arpo.tools.sandbox import syscall_table
+from arpo.jail import syscall_table
 from sandbox_attacks.attack import MARKER, REPO
 
 

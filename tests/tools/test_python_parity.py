@@ -11,7 +11,7 @@ import sys
 import pytest
 from helpers.python_tools import HANG_S, TIERS, start
 
-from arpo.tools.sandbox.wire import Reply
+from arpo.jail.wire import Reply
 
 SNIPPETS = {
     "print": "print(1 + 1)",

@@ -189,8 +189,8 @@ def decoded(page: bytes, charset: str) -> str:
 def serve(requests: BinaryIO, answers: BinaryIO, limit_s: float) -> None:
     """Answer until the trainer is gone. A page that takes longer than `limit_s` ends this process."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_WORKER_BYTES, MAX_WORKER_BYTES))
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
-    from sandbox.parser_jail import confine_parser
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from jail.parser_jail import confine_parser
 
     confine_parser()
     while len(header := requests.read(_REQUEST.size)) == _REQUEST.size:

@@ -6,7 +6,7 @@
     worker.py  W, the process that runs their cells; `serve_cells`
 
 The jail's host imports this folder before it is jailed, as `notebook_jail`, because CallLimits.sessions names it. So
-the last three, which run there, import `sandbox` (the jail) and the standard library, and nothing of `arpo`.
+the last three, which run there, import `jail` and the standard library, and nothing of `arpo`.
 """
 
 from __future__ import annotations

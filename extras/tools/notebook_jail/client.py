@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from arpo.tools.sandbox import wire
-from arpo.tools.sandbox.client import Sandbox
-from arpo.tools.sandbox.host_process import HostProcess
-from arpo.tools.sandbox.limits import MAX_FAMILY
+from arpo.jail import wire
+from arpo.jail.client import Sandbox
+from arpo.jail.host_process import HostProcess
+from arpo.jail.limits import MAX_FAMILY
 from extras.tools.notebook_jail import COPY, GREET
 
 

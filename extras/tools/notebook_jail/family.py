@@ -23,12 +23,12 @@ import struct
 import time
 from dataclasses import dataclass
 
-from sandbox import syscalls as kernel
-from sandbox import wire
-from sandbox.limits import MAX_FAMILY
-from sandbox.meter import Meter
-from sandbox.supervisor import BUSY_CPU_S, IO_TIMEOUT_S, Spare, Stream, prepare_streams
-from sandbox.trees import remove_tree
+from jail import syscalls as kernel
+from jail import wire
+from jail.limits import MAX_FAMILY
+from jail.meter import Meter
+from jail.supervisor import BUSY_CPU_S, IO_TIMEOUT_S, Spare, Stream, prepare_streams
+from jail.trees import remove_tree
 
 from . import COPY, GREET
 from .waiting import is_alive, is_stopped, is_untouched, is_whole, stop

@@ -16,9 +16,9 @@ import types
 from collections.abc import Callable
 from typing import NoReturn
 
-from sandbox import syscalls as kernel
-from sandbox import wire
-from sandbox.worker import CHANNEL_FD
+from jail import syscalls as kernel
+from jail import wire
+from jail.worker import CHANNEL_FD
 
 READY, CELL, FORK = b"R", b"c", b"f"
 """The worker's first message; the supervisor's before a cell's code; and what announces a copy. The worker sends FORK

@@ -18,7 +18,7 @@ UNAVAILABLE = 77
 """Exit code of the suite where the machine cannot carry the tier."""
 PATIENCE_S = 900.0
 AFTERWARDS = ["harm", "survivors", "host_lost", "sane_call_afterwards", "files_left"]
-TESTS = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1]
 
 
 def runs_as(python: str, uid: int) -> bool:

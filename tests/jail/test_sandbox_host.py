@@ -19,14 +19,14 @@ from pathlib import Path
 import pytest
 from helpers.python_tools import HANG_S, SMALL, TIERS, jail_of, processes_of, run, start, text_of, wait_until
 
+from arpo.jail.host import NUM_SPARES
+from arpo.jail.host_process import HostProcess
+from arpo.jail.limits import BUSY_NICE, NICE, CallLimits
+from arpo.jail.selftest import leaks_of
+from arpo.jail.wire import Reply
 from arpo.tools.base import ToolResult
-from arpo.tools.sandbox.host import NUM_SPARES
-from arpo.tools.sandbox.host_process import HostProcess
-from arpo.tools.sandbox.limits import BUSY_NICE, NICE, CallLimits
-from arpo.tools.sandbox.selftest import leaks_of
-from arpo.tools.sandbox.wire import Reply
 
-REPO = Path(__file__).resolve().parents[3]
+REPO = Path(__file__).resolve().parents[2]
 UNHURRIED = dataclasses.replace(SMALL, wall_s=60.0)
 """For calls that wait, or compete with other work that fills the machine."""
 
@@ -228,8 +228,8 @@ def test_an_interpreter_below_tmp_stays_visible_under_the_private_tmp():
     script = """
     import sys
     sys.path.insert(0, sys.argv[1])
-    from arpo.tools.sandbox.client import Sandbox
-    from arpo.tools.sandbox.limits import CallLimits
+    from arpo.jail.client import Sandbox
+    from arpo.jail.limits import CallLimits
     sandbox = Sandbox(CallLimits())
     print(sandbox.run("import os, sys; print(os.path.exists(sys.executable), open('new', 'w').write('x'))").stdout)
     sandbox.close()

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from arpo.tools.sandbox.limits import CallLimits
-from arpo.tools.sandbox.trees import exceeds, remove_tree
+from arpo.jail.limits import CallLimits
+from arpo.jail.trees import exceeds, remove_tree
 
 LIMITS = CallLimits(scratch_bytes=1 << 20, scratch_inodes=100, scratch_depth=64)
 LONG_NAME = "x" * 255

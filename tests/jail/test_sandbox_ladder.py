@@ -15,16 +15,16 @@ import pytest
 from helpers.python_tools import HANG_S, skip_where_the_kernel_refuses, start
 
 from arpo.errors import UserError
-from arpo.tools.sandbox.syscall_table import ADMINISTRATION, numbers
+from arpo.jail.syscall_table import ADMINISTRATION, numbers
 
-REPO = Path(__file__).resolve().parents[3]
+REPO = Path(__file__).resolve().parents[2]
 FORBIDDEN = numbers(ADMINISTRATION, os.uname().machine)
 LANDLOCK_CREATE_RULESET = 444
 CONTAINED = """
 import errno, json, logging, struct, sys
 from arpo.config.tools import PythonConfig
 from arpo.errors import UserError
-from arpo.tools.sandbox import seccomp
+from arpo.jail import seccomp
 from arpo.tools.python import PythonTool
 
 logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stdout, level=logging.INFO)

@@ -21,9 +21,7 @@ from .limits import CallLimits
 from .trees import remove_tree
 
 Tier = Literal["namespaces", "landlock", "none"]
-BOOT = (
-    "import sys; sys.path[0] = sys.argv[1]; import sandbox.host; del sys.path[0]; sandbox.host.main(int(sys.argv[2]))"
-)
+BOOT = "import sys; sys.path[0] = sys.argv[1]; import jail.host; del sys.path[0]; jail.host.main(int(sys.argv[2]))"
 """The host's first code. It replaces the first entry of sys.path, the current folder: Python 3.9 has no -P."""
 START_TIMEOUT_S = 120.0
 """Seconds for a start, in which numpy and sympy may come from a cold network file system."""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from arpo.tools.sandbox import landlock
+from arpo.jail import landlock
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 TAKEN_OVER = """
 import json, os, signal, socket, sys
 sys.path.append(sys.argv[1])
-from sandbox.parser_jail import confine_parser
+from jail.parser_jail import confine_parser
 holds = confine_parser()
 attempts = {
     "another file": lambda: open(sys.argv[2]).read(),
@@ -45,7 +45,7 @@ def landlock_is_there() -> bool:
 
 def test_a_parser_that_is_taken_over_reaches_nothing(tmp_path):
     (tmp_path / "secret").write_text("sk-secret")
-    command = [sys.executable, "-c", TAKEN_OVER, str(ROOT / "arpo" / "tools"), str(tmp_path / "secret")]
+    command = [sys.executable, "-c", TAKEN_OVER, str(ROOT / "arpo"), str(tmp_path / "secret")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     said = json.loads(done.stdout)
     assert said["works"] == "2*x" and "seccomp" in said["holds"]

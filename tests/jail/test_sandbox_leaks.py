@@ -1,6 +1,6 @@
 """Many calls, one host: what may grow, and does not.
 
-ARPO_LEAK_CALLS=10000 python -m pytest tests/tools/sandbox/test_sandbox_leaks.py
+ARPO_LEAK_CALLS=10000 python -m pytest tests/jail/test_sandbox_leaks.py
 """
 
 import asyncio

@@ -15,10 +15,11 @@ import pytest
 from helpers.python_tools import HANG_S, SMALL, TIERS, jail_of, processes_of, run, start, text_of, wait_until
 
 from arpo.errors import UserError
+from arpo.jail import syscalls as kernel
+from arpo.jail.interpreter import PACKAGE_PARENT
 from arpo.tools.python import PythonTool
-from arpo.tools.sandbox import syscalls as kernel
 
-REPO = Path(__file__).resolve().parents[3]
+REPO = Path(__file__).resolve().parents[2]
 PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
 OTHERS = sorted(path for path in PYENV.glob("3.*/bin/python") if path.parents[1].name.split(".")[1] not in ("6", "7"))
 
@@ -59,7 +60,10 @@ def test_neither_the_repository_nor_editable_installs_become_visible(environment
     try:
         assert "No module named 'arpo'" in text_of(tool, "import arpo")
         assert "No module named 'secret_answers'" in text_of(tool, "import secret_answers")
-        assert text_of(tool, "import sys\nhasattr(sys, 'pth_was_run'), 'sandbox' in sys.path") == "(False, False)"
+        assert (
+            text_of(tool, f"import sys\nhasattr(sys, 'pth_was_run'), {PACKAGE_PARENT!r} in sys.path")
+            == "(False, False)"
+        )
         [listing] = run(tool, f"import os\nos.listdir({str(REPO)!r})")
         assert not listing.ok or "README.md" not in listing.text
     finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 from .host import ENVIRONMENT
 
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[1])
-"""Folder that is on the host's path while it imports this package, as `sandbox`."""
+"""Folder that is on the host's path while it imports this package, as `jail`."""
 OLDEST = (3, 9)
 ANSWER_TIMEOUT_S = 60.0
 # Even the oldest Python understands this, so that what it is told to the user is its version and not a syntax error.
@@ -22,7 +22,7 @@ facts = {"version": list(sys.version_info[:3]), "path": sys.path, "prefixes": [s
 if sys.version_info >= OLDEST:
     sys.path.insert(0, sys.argv[1])
     try:
-        import sandbox.host
+        import jail.host
     except BaseException as error:
         facts["error"] = type(error).__name__ + ": " + str(error)
 print(json.dumps(facts))

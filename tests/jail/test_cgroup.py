@@ -14,14 +14,14 @@ from sandbox_attacks.excess import MEMORY_OF_MANY_PROCESSES
 
 from arpo.config.tools import PythonConfig
 from arpo.errors import UserError
+from arpo.jail import cgroup
+from arpo.jail.client import Sandbox
+from arpo.jail.host import NUM_SPARES
+from arpo.jail.host_process import SandboxUnavailable
+from arpo.jail.limits import CallLimits
 from arpo.tools.python import PythonTool
-from arpo.tools.sandbox import cgroup
-from arpo.tools.sandbox.client import Sandbox
-from arpo.tools.sandbox.host import NUM_SPARES
-from arpo.tools.sandbox.host_process import SandboxUnavailable
-from arpo.tools.sandbox.limits import CallLimits
 
-REPO = Path(__file__).resolve().parents[3]
+REPO = Path(__file__).resolve().parents[2]
 ROOMY = CallLimits(wall_s=120.0, cpu_s=100.0, memory_bytes=256 << 20)
 """Time for a slow machine: these calls are to end by another limit."""
 SOCKET_BUFFERS = """
@@ -67,8 +67,8 @@ print("fine")
 """
 START_AND_WAIT = """
 import sys, time
-from arpo.tools.sandbox.client import Sandbox
-from arpo.tools.sandbox.limits import CallLimits
+from arpo.jail.client import Sandbox
+from arpo.jail.limits import CallLimits
 sandbox = Sandbox(CallLimits(), cgroup=sys.argv[1])
 print("started", flush=True)
 time.sleep(600)

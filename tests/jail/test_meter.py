@@ -3,9 +3,9 @@
 import pytest
 from helpers.python_tools import burning_children, start
 
-from arpo.tools.sandbox.client import Sandbox
-from arpo.tools.sandbox.limits import CallLimits
-from arpo.tools.sandbox.meter import Process, lost_ticks
+from arpo.jail.client import Sandbox
+from arpo.jail.limits import CallLimits
+from arpo.jail.meter import Process, lost_ticks
 
 
 def status_of(code: str, limits: CallLimits) -> str:

@@ -1,0 +1,187 @@
+"""A process that reads for us what strangers wrote: a chat template, a formula, a page.
+
+Such a text may hang its parser, fill the memory, or take the process over. So the parser is a program of its own, which
+runs jailed, with limits on time and memory, and without the environment's keys. A program is a file with two functions:
+
+    prepare()           imports what it needs; called once, before the jail closes
+    answer(request)     returns the answer to one request; both are what JSON can say
+
+    child = Child(Path("parser.py"), memory_bytes=2 << 30, cpu_s=2.0, wall_s=60.0)
+    child.ask(["1/2", "0.5"])   # parser.answer(["1/2", "0.5"])
+
+The program is imported by its path, without `arpo`, so that it starts in a fraction of a second. It may import its
+neighbours, the standard library and installed packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .parser_jail import confine_parser
+
+START_S = 120.0
+"""Longest start of a child, on a busy machine."""
+GRACE_S = 30.0
+"""Time beyond `wall_s` after which the parent ends a child that has not ended itself."""
+MAX_ANSWER_BYTES = 1 << 20
+"""Longest answer. A child that a text has taken over may say anything."""
+ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+BOOT = """
+import sys
+sys.path.append(sys.argv[1])
+import jail.child
+sys.path.pop()
+jail.child.serve(*sys.argv[2:])
+"""
+
+
+class ChildDied(OSError):
+    """The child ended without an answer. The message says which limit it has exceeded: "2 s of CPU time"."""
+
+
+class Child:
+    """A child process, which the first request starts. One that ended is replaced. Safe to use from any thread."""
+
+    def __init__(self, program: Path, *, memory_bytes: int, wall_s: float, cpu_s: float = 0.0):
+        """`wall_s` and `cpu_s` are limits of each request, of which the kernel kills the child; 0 = none. CPU time is
+        the same on a busy machine as on an idle one."""
+        self.program = program
+        self.memory_bytes = memory_bytes
+        self.wall_s = wall_s
+        self.cpu_s = cpu_s
+        self._forget()
+        _children.add(self)
+
+    def _forget(self) -> None:
+        """Drop the process: a fork of this process must not talk into its parent's pipe."""
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+
+    def ask(self, request: Any) -> Any:
+        """Return the program's answer. Raises ChildDied for one that needs too much, or makes no sense; RuntimeError
+        if the program cannot be started."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._start()
+            process = self._process
+            line = b""
+            with killed_after(process, self.wall_s + GRACE_S), contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+                line = process.stdout.readline(MAX_ANSWER_BYTES)
+            with contextlib.suppress(ValueError, RecursionError):
+                if line.endswith(b"\n"):
+                    return json.loads(line)
+            self._process = None
+            if not line:
+                raise ChildDied(self._cause_of_death(process))
+            end(process)
+            raise ChildDied("an answer that no parser gives")
+
+    def _start(self) -> subprocess.Popen:
+        folder = Path(__file__).resolve().parents[1]
+        limits = [str(limit) for limit in (self.memory_bytes, self.cpu_s, self.wall_s)]
+        # -P: the current folder is not searched for modules
+        command = [sys.executable, "-P", "-W", "ignore", "-c", BOOT, str(folder), str(self.program), *limits]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT)
+        with killed_after(process, START_S):
+            is_ready = process.stdout.readline(MAX_ANSWER_BYTES) == b"ready\n"
+        if not is_ready:
+            end(process, patience_s=1.0)
+            name = f"{self.program.name} did not start"
+            raise RuntimeError(f"{name} (exit code {process.returncode}); see its message above")
+        return process
+
+    def _cause_of_death(self, process: subprocess.Popen) -> str:
+        """End a process, and return in words why it gave no answer."""
+        end(process, patience_s=1.0)  # its pipe is closed, so it is about to end by itself, for its own reason
+        if process.returncode == -signal.SIGPROF:
+            return f"{self.cpu_s:g} s of CPU time"
+        if process.returncode in (-signal.SIGALRM, -signal.SIGKILL):
+            return f"{self.wall_s:g} s"
+        return f"{self.memory_bytes / 2**30:g} GiB of memory, or the parser crashed"
+
+    def close(self) -> None:
+        """End the child. A request that is running raises ChildDied. Safe to call twice."""
+        process = self._process
+        if process is None:
+            return
+        process.kill()
+        with self._lock:  # which a running request gives back now
+            if self._process is process:
+                self._process = None
+                end(process)
+
+
+_children: weakref.WeakSet[Child] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for child in _children:
+        child._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+@contextlib.contextmanager
+def killed_after(process: subprocess.Popen, limit_s: float) -> Iterator[None]:
+    """Kill a process that makes the block wait for longer."""
+    timer = threading.Timer(limit_s, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def end(process: subprocess.Popen, *, patience_s: float = 0.0) -> None:
+    """Kill a process, unless it ends by itself within the patience, and free what this one has of it."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience_s)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+
+
+def serve(program: str, memory_bytes: str, cpu_s: str, wall_s: str) -> None:
+    """The child's side: answer until the parent is gone. A request that takes too long ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes stdin
+    resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a parser prints must not get among the answers
+    folder, name = os.path.split(program)
+    sys.path.append(folder)
+    module = importlib.import_module(name.removesuffix(".py"))
+    module.prepare()
+    sys.path.remove(folder)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    confine_parser()
+    answers.write(b"ready\n")
+    answers.flush()
+    os.dup2(nothing, 2)  # a parser that complains of a text does so in nobody's log
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, float(cpu_s))
+        signal.setitimer(signal.ITIMER_REAL, float(wall_s))
+        answer = module.answer(json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
