@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Literal
 
-from arpo.config.facts import MAY_CHANGE, NOTHING, OF_TRAINING, AtLeast, Between, Decides, Needs
+from arpo.config.facts import MAY_CHANGE, ALWAYS_MATTERS, OF_TRAINING, AtLeast, Between, Decides, Needs
 from arpo.config.named import check_name, is_own, names_of, parameters_of, takes
 from arpo.errors import UserError, require
 
@@ -47,7 +47,7 @@ class RolloutConfig:
     """Tokens of all contexts of a trajectory together, with the prompts in them: what training has in one row."""
     temperature: Annotated[float, AtLeast(0)] = 1.0
     """Sampling temperature; 0 = greedy."""
-    top_p: Annotated[float, Between(0, 1), Needs("rollout.temperature", use="1")] = 1.0
+    top_p: Annotated[float, Between(0, 1), Needs("rollout.temperature", use=1.0)] = 1.0
     """Nucleus sampling; 1 = off (the only value under which the rollout's logprobs are the policy's)."""
     dispatch: Annotated[
         Literal["fixed", "pull"], Decides(sampling=False, when=("advantage.dead_groups", "resample"))
@@ -100,14 +100,16 @@ def is_retrospective(selector: str) -> bool:
     return selector in RETROSPECTIVE
 
 
-def judges(*but: str, use: str = "arpo or aepo") -> Needs:
+def judges(*but: str, use: tuple[str, ...] = ("arpo", "aepo")) -> Needs:
     """The need of a rule that judges each tool result as it comes, and is none of `but`."""
     return Needs("branching.selector", met=lambda s: s not in ("none", *but) and not is_retrospective(s), use=use)
 
 
-BRANCHES = Needs("branching.selector", not_in=("none",), use="arpo or aepo")
-EXPANDS = Needs("branching.selector", met=is_retrospective, use=" or ".join(RETROSPECTIVE))
-JUDGES, WEIGHED, PENALISED = judges(), judges("random"), judges("random", "arpo", use="aepo")
+BRANCHES = Needs("branching.selector", not_in=("none",), use=("arpo", "aepo"))
+EXPANDS = Needs("branching.selector", met=is_retrospective, use=RETROSPECTIVE)
+JUDGES = judges()
+WEIGHED = judges("random")
+PENALISED = judges("random", "arpo", use=("aepo",))
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class BranchingConfig:
 
     FACTS = (JUDGES,)
 
-    selector: Annotated[str, NOTHING] = "arpo"
+    selector: Annotated[str, ALWAYS_MATTERS] = "arpo"
     """arpo = entropy rise after a tool result; aepo = the same with a penalty for consecutive branches; random = always
     `base`; none = never (plain GRPO); or your own, FILE.py:NAME. Chosen after all trajectories of the group have ended:
     tree_grpo = any turn; at2po = the turns that the policy was least sure of; top_h = the turns after a tool result
@@ -137,12 +139,12 @@ class BranchingConfig:
     """Children per decision (upstream: beam_size - 1)."""
     entropy_tokens: Annotated[int, AtLeast(1), Needs("branching.compat", "paper")] = 20
     """k: tokens after a tool result over which the entropy is averaged."""
-    compat: Annotated[Literal["paper", "upstream"], NOTHING] = "paper"
+    compat: Annotated[Literal["paper", "upstream"], ALWAYS_MATTERS] = "paper"
     """paper = the exact entropy of the tokens after the result; upstream = as the released code: its sum over the top
     10 of the tokens before the call (one round late), and aepo's gate with penalty, but with one counter per chain."""
     dynamic_budget: bool = False
     """AEPO: split the group between roots and branches by the entropies of one pre-monitoring trajectory."""
-    budget_weight: Annotated[float, AtLeast(0), Needs("branching.dynamic_budget", use="True")] = RELEASED_BUDGET_WEIGHT
+    budget_weight: Annotated[float, AtLeast(0), Needs("branching.dynamic_budget", use=True)] = RELEASED_BUDGET_WEIGHT
     """beta of the budget split's sigmoid, per nat. Default: the released 0.5, converted as `weight` is."""
     consecutive_penalty: Annotated[float, AtLeast(0), PENALISED] = 0.05
     """AEPO: P shrinks by this share per branching decision in a row on the chain."""
@@ -162,7 +164,7 @@ class BranchingConfig:
 
 CRITICS = names_of("advantages", "CRITIC_ESTIMATORS")
 CRITIC = Needs("advantage.kind", *CRITICS)
-GROUPS = Needs("advantage.kind", not_in=CRITICS, use=" or ".join(names_of("advantages", "GROUP_ESTIMATORS")))
+GROUPS = Needs("advantage.kind", not_in=CRITICS, use=names_of("advantages", "GROUP_ESTIMATORS"))
 
 
 @dataclass(frozen=True)
@@ -226,10 +228,11 @@ class CriticConfig:
     """Number of first steps in which only the critic learns."""
 
 
-CLIPS = Needs("loss.kind", not_in=("reinforce",), use="ppo, gspo or cispo")
-REFERENCE = Needs("loss.kl_coefficient", use="0.001")
+CLIPS = Needs("loss.kind", not_in=("reinforce",), use=("ppo", "gspo", "cispo"))
+REFERENCE = Needs("loss.kl_coefficient", use=0.001)
+CORRECTIONS = names_of("rollout_correction", "ROLLOUT_CORRECTIONS")
 NO_LOW = ("none", "tis", "sequence_tis", "geometric_tis")
-MASKS = Needs("loss.rollout_correction", not_in=NO_LOW, use="mis or sequence_mis or geometric_mis")
+MASKS = Needs("loss.rollout_correction", not_in=NO_LOW, use=("mis", "sequence_mis", "geometric_mis"))
 
 
 @dataclass(frozen=True)
@@ -251,16 +254,16 @@ class LossConfig:
     """Ratio clip above 1."""
     dual_clip: Annotated[float | None, Needs("loss.kind", not_in=("gspo", "cispo", "reinforce"), use="ppo")] = 3.0
     """ppo: largest ratio that counts where the advantage is negative (c in dual-clip PPO), above 1; None = no bound."""
-    entropy_balanced_clipping: Annotated[bool, Needs("loss.kind", not_in=("cispo", "reinforce"), use="ppo or gspo")] = (
+    entropy_balanced_clipping: Annotated[bool, Needs("loss.kind", not_in=("cispo", "reinforce"), use=("ppo", "gspo"))] = (
         False
     )
     """AEPO: tokens clipped from above keep a gradient of fixed size instead of none."""
     entropy_balanced_advantage: bool = False
     """AEPO: scale advantages by 1 + weight * z(entropy)."""
-    entropy_advantage_weight: Annotated[float, AtLeast(0), Needs("loss.entropy_balanced_advantage", use="True")] = 0.2
+    entropy_advantage_weight: Annotated[float, AtLeast(0), Needs("loss.entropy_balanced_advantage", use=True)] = 0.2
     """AEPO: the weight in entropy_balanced_advantage."""
     entropy_advantage_max_z: Annotated[
-        float | None, AtLeast(0), Needs("loss.entropy_balanced_advantage", use="True")
+        float | None, AtLeast(0), Needs("loss.entropy_balanced_advantage", use=True)
     ] = 2.0
     """AEPO: largest z that counts, which bounds a token's factor; None = the paper's form, without a bound. It does
     nothing where a fifth of the tokens or more are uncertain; a surer policy has a few tokens of z = 10 and more."""
@@ -294,7 +297,7 @@ class LossConfig:
     correction_high: Annotated[
         float,
         Between(0, inf),
-        Needs("loss.rollout_correction", not_in=("none",), use="tis or mis (or a sequence_ or geometric_ form)"),
+        Needs("loss.rollout_correction", not_in=("none",), use=CORRECTIONS),
     ] = 2.0
     """Largest weight, at least 1; for a geometric mean take 1.001."""
 

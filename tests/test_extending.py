@@ -3,13 +3,17 @@ them. And edits of the package, made in a copy."""
 
 import asyncio
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.edits import edited_copy, edits_of, run_in, write_own_file
+from helpers.edits import ROOT, Edit, edited_copy, edits_of, run_in, write_own_file
 from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
 from helpers.scripted_rollout import ANSWER, CALL, play
 from helpers.toy_run import build_toy_world, train
@@ -79,12 +83,26 @@ except UserError as error:
 """
 
 
-def test_a_loss_of_the_package_with_a_knob_is_one_function_one_line_and_one_field(tmp_path):
+def edits_for_sapo() -> list[Edit]:
     [(_, file)], edits = edits_of("A loss"), edits_of("Into the package")
     function = file[file.index("def sapo") :].replace("TEMPERATURE", "cfg.sapo_temperature")
-    edits = [("In `arpo/losses.py`, above `TOKEN_LOSSES`:", function), *edits]
+    return [("In `arpo/losses.py`, above `TOKEN_LOSSES`:", function), *edits]
+
+
+def test_a_loss_of_the_package_with_a_knob_is_one_function_one_line_and_one_field(tmp_path):
+    edits = edits_for_sapo()
     assert [code.count("def ") for _, code in edits] == [1, 0, 0]
     assert "did you mean 'sapo'? use one of sapo, ppo" in run_in(edited_copy(tmp_path, edits), USE_SAPO)
+
+
+def test_the_tests_know_a_knob_of_the_package_from_its_field(tmp_path):
+    edited_copy(tmp_path, edits_for_sapo())
+    checks = shutil.copy(ROOT / "tests" / "start" / "test_checks.py", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", checks]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "[RLConfig-loss.sapo_temperature-loss.kind] PASSED" in done.stdout
 
 
 def test_an_edit_in_a_place_that_is_not_there_is_noticed(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from arpo.config.facts import MAY_CHANGE, NOTHING, AtLeast, Needs
+from arpo.config.facts import MAY_CHANGE, ALWAYS_MATTERS, AtLeast, Needs
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class EvalSection:
 
     benchmarks: tuple[str, ...] = ()
     """Names of benchmarks, families (math, qa, deepsearch), or all."""
-    data_dir: Annotated[str, Needs("eval.benchmarks", use="all")] = "data/eval"
+    data_dir: Annotated[str, Needs("eval.benchmarks", use=(("all",),), say="all")] = "data/eval"
     """Folder of the published test sets, each as NAME/test.jsonl."""
     files: tuple[str, ...] = ()
     """Question files of your own (parquet or jsonl), each reported on its own and graded by the reward of training; or
@@ -48,7 +48,7 @@ class JudgeConfig:
 
     FACTS = (Needs("judge.url", use="URL"), MAY_CHANGE)
 
-    url: Annotated[str, NOTHING] = ""
+    url: Annotated[str, ALWAYS_MATTERS] = ""
     """OpenAI-compatible server, like http://host:8001, or its chat endpoint; empty = no judge: an evaluation then
     grades answers by rule, and its report says so."""
     model: str = ""

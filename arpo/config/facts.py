@@ -1,8 +1,28 @@
-"""What is known of a knob stands on its field: its range, the setting that it needs, and what it decides.
+"""The facts about an option (a knob) stand on its field: its range, the setting that it needs, and what it decides.
 
-    clip_low: Annotated[float, AtLeast(0), Needs("loss.kind", not_in=("reinforce",), use="ppo")] = 0.2
+    clip_low: Annotated[float, AtLeast(0), Needs("loss.kind", not_in=("reinforce",), use=("ppo", "gspo"))] = 0.2
 
-A section says in `FACTS` what holds for all its knobs; a knob that says something of the same kind is an exception.
+| fact                                                 | the value is refused                           |
+|------------------------------------------------------|------------------------------------------------|
+| Between(0, 1), AtLeast(0)                            | if it lies outside                             |
+| Needs("loss.kind", "gspo", "mine")                   | unless loss.kind is one of these values        |
+| Needs("loss.kind", not_in=("ppo",), use="gspo")      | if loss.kind is one of these. A new loss of a  |
+|                                                      | user's file gives the knob an effect too       |
+| Needs("tools.names", has=("python",))                | unless the list has one of these names         |
+|                                                      | ("overlong=1" counts as "overlong")            |
+| Needs("branching.selector", met=judges, use="arpo")  | unless the function returns True for the value |
+| Needs("loss.kl_coefficient", use=0.001)              | if the setting is 0, False or empty            |
+| MAY_CHANGE                                           | never                                          |
+| no Decides at all, DECIDES                           | if a run that was begun had another one        |
+
+A knob may need several settings. A need is checked only for a value that differs from the default, and only in a script
+that has the setting. Two errors:
+
+    --loss.clip_low -0.1            loss.clip_low=-0.1 must be at least 0
+    --loss.kind reinforce --loss.clip_low 0.1
+                                    loss.clip_low=0.1 is ignored unless loss.kind=ppo or gspo (it is reinforce)
+
+A section lists in `FACTS` what holds for all its knobs. A fact on a field replaces those of the same class in `FACTS`.
 """
 
 from __future__ import annotations
@@ -32,14 +52,7 @@ class AtLeast(Between):
 
 
 class Needs:
-    """A setting without which the knob has no effect; a knob may need several. Where a script lacks it, it is met.
-
-    Needs("loss.kind", "gspo", "mine")                        one of these values
-    Needs("loss.kind", not_in=("ppo",), use="gspo")           another one: a new loss gives the knob an effect too
-    Needs("tools.names", has=("python",))                     a list with one of these names (overlong=1 is overlong)
-    Needs("branching.selector", met=judges, use="arpo")       one of which this function says so
-    Needs("loss.kl_coefficient", use="0.001")                 any value but 0, False and the empty one
-    """
+    """A setting without which the knob has no effect. The table above lists the forms."""
 
     def __init__(
         self,
@@ -48,16 +61,32 @@ class Needs:
         not_in: tuple[str, ...] = (),
         has: tuple[str, ...] = (),
         met: Callable[[Any], bool] | None = None,
-        use: str = "",
+        use: object = (),
+        say: str = "",
     ):
-        """owner: key of the setting. use: a value that gives an effect, for the error message; else all of `values`."""
-        self.owner, self.values, self.not_in, self.has, self.met = owner, values, not_in, has, met
-        self.use = use or " or ".join(str(value) or '""' for value in values or has)
+        """`owner`: key of the setting. `use`: a value, or several, that give the knob its effect; left out, `values` or
+        `has` do. `say`: the words of the error message, where `use` as text does not tell enough."""
+        self.owner = owner
+        self.values = values
+        self.not_in = not_in
+        self.has = has
+        self.met = met
+        self.use = (use if isinstance(use, tuple) else (use,)) or values or has
+        self.say = say
 
     @property
-    def is_number(self) -> bool:
-        """True where any number above 0 gives an effect, and `use` is an example."""
-        return not (self.values or self.has or self.met or self.not_in) and self.use[:1].isdigit()
+    def examples(self) -> tuple[object, ...]:
+        """Values of the owner that give the knob its effect, the usual one first."""
+        return (*self.values, *((entry,) for entry in self.use)) if self.has else self.use
+
+    def wanted(self) -> str:
+        """Return what the owner must be, in words: "loss.kind=ppo or gspo", "loss.kl_coefficient is above 0"."""
+        if self.say:
+            return f"{self.owner}={self.say}"
+        if type(self.use[0]) in (int, float) and not self.values:
+            return f"{self.owner} is above 0"
+        *others, last = [str(value) or '""' for value in self.use]
+        return f"{self.owner}={', '.join(others)} or {last}" if others else f"{self.owner}={last}"
 
     def is_met(self, value: Any) -> bool:
         """Return whether this value of the owner gives the knob an effect."""
@@ -65,27 +94,27 @@ class Needs:
             return self.met(value)
         if self.not_in:
             return value not in self.not_in
-        if self.values or self.has:
-            names = [entry.rpartition("=")[0] or entry for entry in value] if self.has else []
+        if self.has:
+            names = [entry.rpartition("=")[0] or entry for entry in value]
             return value in self.values or any(name in self.has for name in names)
-        return bool(value)
+        return value in self.values if self.values else bool(value)
 
 
-NOTHING = Needs("")
-"""Frees a knob of its section's need: it matters though the others of its section need something."""
+ALWAYS_MATTERS = Needs("")
+"""The knob does not inherit the needs of its section."""
 
 
 @dataclass(frozen=True)
 class Decides:
-    """Says what a knob decides; a knob without it decides everything."""
+    """What a knob decides. A knob without this fact decides everything."""
 
     learning: bool = True
-    """What is learnt: a run goes on only under the value that it was begun with. False = only how long, how often or
-    how fast."""
+    """True: it decides what is learnt, so a run goes on only under the value that it was begun with. False: it decides
+    only how long, how often or how fast."""
     sampling: bool = True
-    """What an evaluation samples: only evaluations of the same value stand in one table."""
+    """True: it decides what an evaluation samples. Only evaluations of the same value stand in one table."""
     when: tuple[str, object] | None = None
-    """Key and value of the setting with which alone it decides what is learnt."""
+    """Key and value of another setting. The knob decides what is learnt only under that value."""
 
 
 DECIDES = Decides()
@@ -169,8 +198,7 @@ def ignored(cfg: object) -> list[Ignored]:
         for need in of_kind(Needs, facts[knob]):
             if need.owner in values and not need.is_met(values[need.owner]):
                 now = "empty" if values[need.owner] in ("", ()) else values[need.owner]
-                wanted = f"{need.owner} is above 0" if need.is_number else f"{need.owner}={need.use}"
-                message = f"{knob}={values[knob]} is ignored unless {wanted} (it is {now})"
+                message = f"{knob}={values[knob]} is ignored unless {need.wanted()} (it is {now})"
                 found.append(Ignored(knob, need.owner, message))
     return found
 

@@ -13,7 +13,7 @@ from arpo.errors import require
 BUILT_IN = Needs("reward.file", "")
 SAYS_BY_RULE = Needs("reward.terms", (), has=names_of("rewards/terms", "BY_RULE"), use="answer=1")
 EARNS_BONUS = Needs("reward.terms", (), has=("answer", "tool_bonus"), use="answer=1")
-ONE_REWARD = Needs("reward.terms", (), use="[] (name the function there: FILE.py:FUNCTION=WEIGHT)")
+ONE_REWARD = Needs("reward.terms", (), say="[] (name the function there: FILE.py:FUNCTION=WEIGHT)")
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
-from arpo.config.facts import DECIDES, MAY_CHANGE, NOTHING, AtLeast, Between, Needs
+from arpo.config.facts import DECIDES, MAY_CHANGE, ALWAYS_MATTERS, AtLeast, Between, Needs
 from arpo.config.named import check_name
 from arpo.errors import require
 
-LORA = Needs("model.lora_rank", use="16")
+LORA = Needs("model.lora_rank", use=16)
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class EngineConfig:
     """Share of GPU memory that vLLM may use while it is awake (GPU only)."""
     kv_cache_gib: Annotated[float, AtLeast(0)] = 0.25
     """KV cache of each rank in GiB (CPU only; on GPU it follows from gpu_memory_utilization)."""
-    max_num_seqs: Annotated[int, AtLeast(1), NOTHING] = 256
+    max_num_seqs: Annotated[int, AtLeast(1), ALWAYS_MATTERS] = 256
     """Sequences decoded at the same time, per rank."""
     max_num_batched_tokens: Annotated[int, AtLeast(1)] = 8192
     """Tokens per engine step, prefill included."""

@@ -13,10 +13,10 @@ from arpo.errors import UserError
 PYTHON = Needs("tools.names", has=("python",))
 SEARCH = Needs("tools.names", has=("search",))
 BACKEND = "tools.search.backend"
-SEARCHES = Needs(BACKEND, not_in=("replay",), use="local, http, brightdata or serper")
-ONLINE = Needs(BACKEND, not_in=("local", "replay"), use="http, brightdata or serper")
+SEARCHES = Needs(BACKEND, not_in=("replay",), use=("local", "http", "brightdata", "serper"))
+ONLINE = Needs(BACKEND, not_in=("local", "replay"), use=("http", "brightdata", "serper"))
 ENGINES = Needs(BACKEND, "brightdata", "serper")
-READS_PAGES = Needs("tools.search.read_pages", use="3")
+READS_PAGES = Needs("tools.search.read_pages", use=1)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Settings without effect, and those that work against each other, are refused with the reason."""
 
-from dataclasses import asdict, fields, is_dataclass, replace
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from helpers.vllm_serve import SERVER
 
-from arpo.config.facts import Decides, Needs, facts_of, ignored, leaves, of_kind
+from arpo.config.facts import Decides, Needs, facts_of, ignored, leaves, of_kind, out_of_range
 from arpo.config.keys import field_names
 from arpo.errors import UserError
 from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig
@@ -31,35 +32,6 @@ CARRY, TIS = ["--rollout.carry_over"], ["--loss.rollout_correction", "tis"]
 NOTES = ["--rollout.context", "summary"]
 READS = ["--tools.search.backend", "serper", "--tools.search.read_pages"]
 
-# What always matters, whatever else is set. A new knob goes here, or has a Needs on its field.
-ALWAYS = {
-    "run": "name dir seed num_steps validate_every save_every keep_checkpoints save_hf_every async_save dump_every "
-    "keep_dumps resume trackers resume_changed peer_timeout_minutes silence_timeout_s keep_best "
-    "stop_on_collapse",
-    "model": "path compute_dtype attention recompute_every_n_layers compile reshard_after_forward "
-    "shard_size context_parallel lora_rank enable_thinking",
-    "data": "train valid order num_prompts_per_step max_prompt_tokens overlong system_prompt "
-    "num_conversations_per_step max_tokens max_tokens_per_microbatch mask_results train_turns tools",
-    "rollout": "group_size max_response_tokens max_tool_calls max_calls_per_tool max_result_tokens temperature "
-    "answer_reserve_tokens carry_over dispatch context",
-    "engine": "max_num_seqs",
-    "branching": "selector compat",
-    "protocol": "format",
-    "tools": "names options price_per_call",
-    "reward": "terms",
-    "advantage": "kind",
-    "loss": "kind entropy_balanced_advantage entropy_coefficient entropy_target kl_coefficient aggregation "
-    "old_logprobs",
-    "update": "num_prompts_per_minibatch num_epochs max_tokens_per_microbatch layout measure_noise",
-    "optim": "lr betas weight_decay schedule warmup_ratio max_grad_norm offload",
-    "eval": "benchmarks files max_questions num_samples max_prompt_tokens overlong system_prompt num_muted server "
-    "regrade",
-    "judge": "url",
-    "ablation": "train eval algorithms seeds eval_seed num_steps validate_every nproc_per_node num_parallel "
-    "target_reward references",
-    "": "report_only",
-}
-
 
 def defaults(root: type) -> dict[str, object]:
     return leaves({f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(root)})
@@ -73,98 +45,58 @@ def needs_of(knob: str) -> list[Needs]:
     return [need for need in of_kind(Needs, FACTS[knob]) if need.owner]
 
 
-def test_every_knob_is_known_to_need_something_or_to_matter_always():
-    always = {f"{section}.{name}".strip(".") for section, names in ALWAYS.items() for name in names.split()}
-    dependent = {knob for knob in KNOBS if needs_of(knob)}
-    assert always | dependent == KNOBS
-    assert not always & dependent
+NEEDS = [need for knob in sorted(KNOBS) for need in needs_of(knob)]
 
 
 def test_all_that_the_facts_name_exists():
     assert FACTS.keys() == KNOBS
-    assert {need.owner for knob in KNOBS for need in needs_of(knob)} <= KNOBS
+    assert {need.owner for need in NEEDS} <= KNOBS
     assert {decides.when[0] for facts in FACTS.values() for decides in of_kind(Decides, facts) if decides.when} <= KNOBS
 
 
+def test_the_facts_give_a_value_under_which_each_knob_has_its_effect():
+    for need in NEEDS:
+        assert need.examples and all(need.is_met(value) for value in need.examples), need.wanted()
+
+
 # ---- each knob that needs something: changed while what it needs is off, and while it is on
+# All values follow from the facts, so that a new knob needs no line here.
 
-ON = {  # owner -> a value that gives its knobs their meaning; OFF: one that takes it
-    "run.num_steps": 0, "model.lora_rank": 16, "data.valid": "x",
-    "eval.server": "", "rollout.temperature": 0.5, "branching.selector": "aepo", "branching.dynamic_budget": True,
-    "branching.compat": "paper", "reward.file": OWN,
-    "reward.terms": ("answer=1",), "reward.compat": "paper",
-    "advantage.kind": "gae", "advantage.tree": "soft", "advantage.normalize": "group",
-    "advantage.dead_groups": "resample", "loss.kind": "ppo",
-    "loss.entropy_balanced_advantage": True, "loss.kl_coefficient": 0.1, "loss.kl_in": "loss",
-    "loss.old_logprobs": "recompute",
-    "loss.rollout_correction": "mis", "optim.schedule": "linear",
-    "tools.names": ("python", "search"),
-    "tools.search.backend": "brightdata", "tools.search.read_pages": 1, "tools.search.summarizer_url": "http://h/v1",
-    "protocol.format": "tags", "eval.benchmarks": ("all",), "judge.url": "http://h/v1",
-    "rollout.dispatch": "pull", "rollout.context": "summary",
-}  # fmt: skip
-OFF = {
-    "run.num_steps": 5, "model.lora_rank": 0, "data.valid": "",
-    "eval.server": f"{SERVER}=http://h", "rollout.temperature": 0, "branching.selector": "none",
-    "branching.dynamic_budget": False, "branching.compat": "upstream", "reward.file": "", "reward.terms": (),
-    "reward.compat": "upstream", "advantage.kind": "grpo", "advantage.tree": "node", "advantage.normalize": "batch",
-    "advantage.dead_groups": "drop", "loss.kind": "reinforce",
-    "loss.entropy_balanced_advantage": False, "loss.kl_coefficient": 0,
-    "loss.kl_in": "reward",
-    "loss.old_logprobs": "rollout", "loss.rollout_correction": "none", "optim.schedule": "constant", "tools.names": (),
-    "tools.search.backend": "replay", "tools.search.read_pages": 0, "tools.search.summarizer_url": "",
-    "protocol.format": "hermes", "eval.benchmarks": (), "judge.url": "",
-    "rollout.dispatch": "fixed", "rollout.context": "append",
-}  # fmt: skip
-SPECIAL_ON = {  # where the usual value of the owner is not the one that this knob needs
-    ("reward.compat", "reward.file"): "",
-    ("reward.bonus_tools", "reward.file"): "",
-    ("reward.file", "reward.terms"): (),
-    ("reward.compat", "reward.terms"): ("answer=1",),
-    ("reward.bonus_tools", "reward.terms"): ("answer=1",),
-    ("reward.overlong_buffer_tokens", "reward.terms"): ("overlong=1",),
-    ("eval.server_model", "eval.server"): f"{SERVER}=http://h",
-    ("branching.num_initial_rollouts", "branching.dynamic_budget"): False,
-    ("branching.expansion_rounds", "branching.selector"): "at2po",
-    ("advantage.max_resample", "advantage.kind"): "grpo",
-    ("advantage.tree", "advantage.kind"): "grpo",
-    ("advantage.normalize", "advantage.kind"): "grpo",
-    ("advantage.dead_groups", "advantage.kind"): "grpo",
-    ("tools.search.corpus", "tools.search.backend"): "local",
-    ("loss.ratio_over", "loss.kind"): "gspo",
+WORDS = {"FILE": "x", "URL": "http://h/v1", "FILE.py:NAME=ADDRESS": f"{SERVER}=http://h"}
+"""A value for each word that stands for one in the facts."""
+GENERAL = {  # values that a setting of a type may have
+    bool: (False, True),
+    int: (0, 1, 5),
+    float: (0.0, 0.25, 0.5, 1.0),
+    str: ("", OWN, "x", WORDS["FILE.py:NAME=ADDRESS"]),
+    tuple: ((), ("format=1",), (f"{OWN}=1",)),
 }
-SPECIAL_OFF = {
-    ("eval.server_model", "eval.server"): "",
-    ("reward.compat", "reward.file"): OWN,
-    ("reward.bonus_tools", "reward.file"): OWN,
-    ("reward.file", "reward.terms"): ("answer=1",),
-    ("reward.compat", "reward.terms"): (f"{OWN}=1",),
-    ("reward.bonus_tools", "reward.terms"): ("format=1",),
-    ("branching.num_initial_rollouts", "branching.dynamic_budget"): True,
-    ("advantage.max_resample", "advantage.kind"): "gae",
-    ("advantage.tree", "advantage.kind"): "gae",
-    ("advantage.normalize", "advantage.kind"): "gae",
-    ("advantage.dead_groups", "advantage.kind"): "gae",
-}
-CHANGED = {  # knobs of which another valid value cannot be made by rule
-    "rollout.top_p": 0.5, "branching.base": 0.6, "critic.path": "m",
-    "loss.correction_low": 0.25, "rollout.max_trajectory_tokens": 16000,
-    "optim.decay_ratio": 0.5, "optim.min_lr_ratio": 0.5, "advantage.gamma": 0.5, "advantage.lam": 0.5,
-    "engine.gpu_memory_utilization": 0.5, "branching.num_initial_rollouts": 4, "tools.search.page_chars": 900,
-    "advantage.tree": "hard", "loss.kl_estimator": "k2", "reward.file": OWN, "loss.rollout_correction": "tis",
-}  # fmt: skip
 
 
-def changed(root: type, knob: str) -> object:
-    """Another value than the default, of the same type."""
-    value = defaults(root)[knob]
-    if knob in CHANGED:
-        return CHANGED[knob]
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int | float):
-        return value + 1
-    return next((choice for choice in choices_of(root, knob) if choice != value), "x")
+def filled_in(value: object) -> object:
+    return WORDS.get(value, value) if isinstance(value, str) else value
+
+
+def values_of(root: type, knob: str) -> list[object]:
+    """Values that a knob may have: those that the facts name, those of its type, and others of a number near it."""
+    named = [value for need in NEEDS if need.owner == knob for value in (*need.examples, *need.not_in)]
+    default = defaults(root)[knob]
+    near = [default + 1, default / 2] if type(default) in (int, float) else []
+    kind = next((kind for kind in GENERAL if isinstance(default, kind)), float)  # None: of a number that may be missing
+    return [filled_in(value) for value in (*choices_of(root, knob), *named, *near, *GENERAL[kind])]
+
+
+def can_be_built(root: type, settings: dict[str, object]) -> bool:
+    try:
+        return not out_of_range(build(root, settings))
+    except (ValueError, UserError, ExceptionGroup):
+        return False
+
+
+def another(root: type, knob: str, settings: dict[str, object], fits: Callable[[object], bool]) -> dict[str, object]:
+    """These settings and the first value of a knob that fits, and with which they make a config."""
+    found = ({**settings, knob: value} for value in values_of(root, knob) if fits(value))
+    return next(settings for settings in found if can_be_built(root, settings))
 
 
 def choices_of(root: type, knob: str) -> tuple:
@@ -206,18 +138,19 @@ def needed(root: type, knob: str) -> dict[str, object]:
     settings: dict[str, object] = {}
     for need in needs_of(knob):
         if need.owner in defaults(root):
-            settings |= needed(root, need.owner) | {need.owner: SPECIAL_ON.get((knob, need.owner), ON[need.owner])}
+            settings |= needed(root, need.owner) | {need.owner: filled_in(need.examples[0])}
     return settings
 
 
 @pytest.mark.parametrize("name, knob, owner", CASES)
 def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_on(name, knob, owner):
     root = next(root for root in ROOTS if root.__name__ == name)
-    on = MINIMUM[root] | needed(root, knob) | {knob: changed(root, knob)}
-    cfg = build(root, on)
-    assert leaves(asdict(cfg))[knob] != defaults(root)[knob] and ignored(cfg) == []
-    cfg = build(root, on | {owner: SPECIAL_OFF.get((knob, owner), OFF[owner])})
-    assert any(one.knob == knob and f"is ignored unless {owner}" in one.message for one in ignored(cfg))
+    default = defaults(root)[knob]
+    on = another(root, knob, MINIMUM[root] | needed(root, knob), fits=lambda value: value != default)
+    assert ignored(build(root, on)) == []
+    [need] = [need for need in needs_of(knob) if need.owner == owner]
+    off = another(root, owner, on, fits=lambda value: not need.is_met(value))
+    assert any(one.knob == knob and f"is ignored unless {owner}" in one.message for one in ignored(build(root, off)))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +176,7 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         (["--branching.budget_weight", "1"], ["budget_weight=1.0", "branching.dynamic_budget=True"]),
         (["--loss.entropy_advantage_weight", "0.3"], ["entropy_advantage_weight=0.3", "entropy_balanced_advantage"]),
         (["--loss.kind", "reinforce", "--loss.clip_low", "0.1"], ["clip_low=0.1", "loss.kind=ppo, gspo or cispo"]),
-        (["--loss.correction_high", "3"], ["correction_high=3.0", "loss.rollout_correction=tis or mis"]),
+        (["--loss.correction_high", "3"], ["correction_high=3.0", "loss.rollout_correction=tis, mis, sequence_tis"]),
         (["--loss.rollout_correction", "mis", "--loss.correction_low", "1.5"], ["correction_low=1.5", "enclose 1"]),
         (["--loss.kind", "cispo", "--loss.entropy_balanced_clipping", "True"], ["it is cispo", "loss.kind=ppo"]),
         (["--loss.ratio_over", "turn"], ["loss.ratio_over=turn is ignored unless loss.kind=gspo (it is ppo)"]),
@@ -288,7 +221,7 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
             ["--branching.selector", "at2po", "--branching.max_branches_per_turn", "2"],
             ["branching.max_branches_per_turn=2 is ignored unless branching.selector=arpo or aepo (it is at2po)"],
         ),
-        (["--branching.expansion_rounds", "3"], ["expansion_rounds=3", "tree_grpo or at2po or top_h"]),
+        (["--branching.expansion_rounds", "3"], ["expansion_rounds=3", "tree_grpo, at2po or top_h"]),
         (["--branching.selector", "at2po", "--branching.expansion_rounds", "0"], ["rounds=0 must be at least 1"]),
         (["--branching.selector", "at2pa"], ["did you mean 'at2po'", "none, tree_grpo, at2po, top_h"]),
         (["--advantage.dead_groups", "resample", *KL], ["dead_groups=resample needs the rewards", "kl_in=reward"]),
