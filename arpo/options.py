@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Literal
 
-from arpo.config.facts import MAY_CHANGE, ALWAYS_MATTERS, OF_TRAINING, AtLeast, Between, Decides, Needs
+from arpo.config.facts import ALWAYS_MATTERS, MAY_CHANGE, OF_TRAINING, AtLeast, Between, Decides, Needs
 from arpo.config.named import check_name, is_own, names_of, parameters_of, takes
 from arpo.errors import UserError, require
 
@@ -229,6 +229,7 @@ class CriticConfig:
 
 
 CLIPS = Needs("loss.kind", not_in=("reinforce",), use=("ppo", "gspo", "cispo"))
+CLIPS_FROM_ABOVE = Needs("loss.kind", not_in=("cispo", "reinforce"), use=("ppo", "gspo"))
 REFERENCE = Needs("loss.kl_coefficient", use=0.001)
 CORRECTIONS = names_of("rollout_correction", "ROLLOUT_CORRECTIONS")
 NO_LOW = ("none", "tis", "sequence_tis", "geometric_tis")
@@ -254,17 +255,15 @@ class LossConfig:
     """Ratio clip above 1."""
     dual_clip: Annotated[float | None, Needs("loss.kind", not_in=("gspo", "cispo", "reinforce"), use="ppo")] = 3.0
     """ppo: largest ratio that counts where the advantage is negative (c in dual-clip PPO), above 1; None = no bound."""
-    entropy_balanced_clipping: Annotated[bool, Needs("loss.kind", not_in=("cispo", "reinforce"), use=("ppo", "gspo"))] = (
-        False
-    )
+    entropy_balanced_clipping: Annotated[bool, CLIPS_FROM_ABOVE] = False
     """AEPO: tokens clipped from above keep a gradient of fixed size instead of none."""
     entropy_balanced_advantage: bool = False
     """AEPO: scale advantages by 1 + weight * z(entropy)."""
     entropy_advantage_weight: Annotated[float, AtLeast(0), Needs("loss.entropy_balanced_advantage", use=True)] = 0.2
     """AEPO: the weight in entropy_balanced_advantage."""
-    entropy_advantage_max_z: Annotated[
-        float | None, AtLeast(0), Needs("loss.entropy_balanced_advantage", use=True)
-    ] = 2.0
+    entropy_advantage_max_z: Annotated[float | None, AtLeast(0), Needs("loss.entropy_balanced_advantage", use=True)] = (
+        2.0
+    )
     """AEPO: largest z that counts, which bounds a token's factor; None = the paper's form, without a bound. It does
     nothing where a fifth of the tokens or more are uncertain; a surer policy has a few tokens of z = 10 and more."""
     entropy_coefficient: float = 0.0

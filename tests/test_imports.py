@@ -174,7 +174,7 @@ def test_the_pure_core_imports_only_itself_and_pure_libraries():
         if room_of(name) not in core:
             continue
         assert {room_of(other) for other in ours_in(path)} <= {*GROUND, *core}, name
-        # math_worker is the program of a child process, which imports its neighbours by path; so does math_sets, its part
+        # math_worker is the program of a child process, which imports its neighbours by path; so does math_sets
         jail = {"arpo.rewards.math_worker": {"math_numbers", "math_sets", "math_text"}}.get(name, set())
         jail |= {"math_numbers"} if name == "arpo.rewards.math_sets" else set()
         assert packages_of(path) - {"arpo"} <= sys.stdlib_module_names | PURE_IMPORTS | jail, name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from arpo.config.facts import MAY_CHANGE, ALWAYS_MATTERS, AtLeast, Needs
+from arpo.config.facts import ALWAYS_MATTERS, MAY_CHANGE, AtLeast, Needs
 
 
 @dataclass(frozen=True)

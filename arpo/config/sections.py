@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
-from arpo.config.facts import DECIDES, MAY_CHANGE, ALWAYS_MATTERS, AtLeast, Between, Needs
+from arpo.config.facts import ALWAYS_MATTERS, DECIDES, MAY_CHANGE, AtLeast, Between, Needs
 from arpo.config.named import check_name
 from arpo.errors import require
 
