@@ -130,7 +130,7 @@ class Context:
 @dataclass
 class Trajectory:
     """One response of the policy to one prompt. A branch shares its parent's tokens before `fork_at`. Once
-    all ranks have it (`Team.exchange`), its lists of a number per token are arrays."""
+    all ranks have it (`Team.all_gather_groups`), its lists of a number per token are arrays."""
 
     prompt_id: str
     trajectory_id: str

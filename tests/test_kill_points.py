@@ -18,7 +18,7 @@ PLACES = [  # what is called when the rank dies, at which call since the start o
     ("rollout", "arpo.engine:Engine.step", 30, 0),
     ("tool call", "arpo.tools.base:ToolRunner.start", 3, 1),
     ("reward", "arpo.rewards:score_groups", 3, 0),
-    ("exchange of the trajectories", "arpo.engine.team:Team.exchange", 3, 1),
+    ("exchange of the trajectories", "arpo.engine.team:Team.all_gather_groups", 3, 1),
     ("logprobs before the update", "arpo.update:fill_old_logprobs", 3, 0),
     ("advantages", "arpo.update:fill_advantages", 2, 1),
     ("backward pass done", "arpo.update:clip_grad_norm", 3, 0),
