@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 QUESTION_FIELDS = ("prompt", "question", "Question", "problem", "query")
 ANSWER_FIELDS = ("answer", "answers", "golden_answers", "ground_truth", "Final answer", "final_answer")
+LABEL_FIELD = "label"
+"""slime's answer, where it is text. KTO's label is true or false, and a class's is a number: neither is an answer."""
 MAX_BAD_ROWS, MAX_BAD_SHARE = 3, 0.01
 
 
@@ -73,7 +75,8 @@ def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Pro
     if has_truth or (reward_model and not rest.keys() & {*ANSWER_FIELDS}):
         answers = _answers(_ground_truth(reward_model), "reward_model.ground_truth")
     else:
-        answers = _answers(_take(rest, ANSWER_FIELDS, "answer"), "answer")
+        label = (LABEL_FIELD,) if isinstance(rest.get(LABEL_FIELD), str | list) else ()
+        answers = _answers(_take(rest, (*ANSWER_FIELDS, *label), "answer"), "answer")
     data_source = rest.pop("data_source", None) or default_source
     tools = rest.pop("tools", None)
     if isinstance(tools, str):

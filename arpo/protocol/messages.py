@@ -170,16 +170,28 @@ def _check_row(row: dict) -> None:
         )
     for name in ("weight", "loss_weight", "loss_mask", "trainable"):
         if name in row and row[name] is not None and row[name] != 1:
-            raise BadRow(f"the row has {name}={str(row[name])[:60]}; leave the row out, or set it in its messages")
+            fix = (
+                "leave the row out, or set it in its messages" if row[name] == 0 else "rows have no weights: repeat it"
+            )
+            raise BadRow(f"the row has {name}={str(row[name])[:60]}; {fix}, and drop the field")
+    if row.get("label") is False and row.get("completion"):
+        raise BadRow("the row has label=False, KTO's mark of what is not to be learnt; leave it out")
 
 
 def _is_trained(value: dict, role: str) -> bool:
-    """Return whether a message counts in the loss by its own fields. Raises BadRow for all but 0 and 1."""
+    """Return whether a message counts in the loss by its own fields. Raises BadRow for all but 0 and 1.
+
+    Other weights have no common meaning: OpenAI and Together refuse them, LLaMA-Factory multiplies the loss.
+    """
     weights = {name: value[name] for name in WEIGHT_FIELDS if value.get(name) is not None}
     for name, weight in weights.items():
         if not isinstance(weight, bool | int | float) or weight not in (0, 1):
-            raise BadRow(f"{name} of the {role} message must be 0 or 1 (false or true), not {str(weight)[:60]!r}")
-        if weight and role != "assistant":
+            raise BadRow(
+                f"{name} of the {role} message must be 0 or 1 (false or true), not {str(weight)[:60]!r}: a message is "
+                "trained on, or it is not; to let a conversation count more, repeat its row"
+            )
+        # slime writes its step_loss_mask of 1 into every message: there it means no more than "as usual"
+        if weight and role != "assistant" and name != "step_loss_mask":
             raise BadRow(
                 f"{name} of the {role} message asks for training on it, but only what the assistant says is trained; "
                 "set it to 0"

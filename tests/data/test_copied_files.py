@@ -50,6 +50,10 @@ def parsed(row: dict):
         ({"prompt": [{"role": "developer", "content": "Be brief."}, *ASKED], "answer": "1"}, "Who wrote it?", ["1"]),
         ({"prompt": json.dumps(ASKED), "answer": "1"}, "Who wrote it?", ["1"]),
         ({"prompt": [json.dumps(ASKED[0])], "answer": "1"}, "Who wrote it?", ["1"]),
+        # slime's documented row, and a list of its labels
+        ({"prompt": [{**ASKED[0], "step_loss_mask": 1}], "label": "34"}, "Who wrote it?", ["34"]),
+        ({"prompt": ASKED, "label": ["34", "thirty-four"]}, "Who wrote it?", ["34", "thirty-four"]),
+        ({"prompt": ASKED, "answer": "1", "label": "easy"}, "Who wrote it?", ["1"]),
         ({"prompt": "[1, 2] is what?", "answer": "1"}, "[1, 2] is what?", ["1"]),
         ({"prompt": '[{"a": 1}]', "answer": "1"}, '[{"a": 1}]', ["1"]),
     ],
@@ -74,6 +78,7 @@ def test_verl_s_copy_of_search_r1_loads_from_parquet_without_its_prompt_and_its_
         ({"prompt": ASKED, "answer": "[]", "tools": 3}, "tools must be a list"),
         ({"prompt": ASKED, "answer": "['NYC' 'New York']"}, "is a list of Python's"),  # of pandas' to_csv
         ({"prompt": ASKED, "completion": "It is.", "label": True}, "has no answer"),  # KTO's label is no answer
+        ({"prompt": ASKED, "label": 2}, "has no answer"),  # nor is the number of a class
         ({"prompt": [*ASKED, CALLING, *ASKED], "answer": "1"}, "calls in fields"),
         ({"prompt": [*ASKED, REFUSING, *ASKED], "answer": "1"}, "'refusal'"),
         ({"prompt": [{"role": ["user"], "content": "A"}], "answer": "1"}, "is unknown"),

@@ -119,7 +119,7 @@ def test_many_bad_rows_stop_with_the_first_one_named(tmp_path):
         ("rl.parquet.gz", b"PAR1", "unknown file type"),
         ("rl.parquet", b"PAR1 garbage", "not a readable parquet file"),
         ("fields.jsonl", b'{"text": "a", "answer": "b"}', r":1: has no question: needs one of prompt, .*has text"),
-        ("answer.jsonl", b'{"question": "a", "label": "b"}', r":1: has no answer"),
+        ("answer.jsonl", b'{"question": "a", "label": 1}', r":1: has no answer"),
         ("nan.jsonl", b'{"question": "a", "answer": NaN}', r":1: answer must be text"),
         ("role.jsonl", b'{"prompt": [{"role": "bot", "content": "a"}], "answer": "b"}', "role 'bot' is unknown"),
         ("tools.jsonl", b'{"prompt": "a", "answer": "b", "tools": {"python": 1}}', "tools must be a list"),

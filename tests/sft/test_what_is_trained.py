@@ -75,6 +75,9 @@ def weighted(**weights: object) -> dict:
             )
         ],
         (weighted(weight=1, loss=True), [f"BAD{END}", f"GOOD{END}"]),
+        # slime's step_loss_mask is 1 in each message, and its label is for RL
+        ({"messages": [{**ASKED, "step_loss_mask": 1}, said(step_loss_mask=1)], "label": "34"}, [f"A{END}"]),
+        ({"prompt": [ASKED], "completion": [said()], "label": True}, [f"A{END}"]),
         # NVIDIA-NeMo/Automodel#2325, LlamaFactory#10530: one turn
         (sharegpt(("human", "Q?"), ("gpt", "I look."), ("function_call", SEARCH), ("observation", "r"), ("gpt", "A")),
          ["I look.<search> Paris </search>", f"A{END}"]),
@@ -118,7 +121,13 @@ def test_with_tags_a_row_is_trained_as_its_maker_means(row, trained):
         ({"messages": [ASKED, said([{"type": "text", "text": "A"}, {"type": "image_url", "image_url": {}}])]}, "part"),
         ({"messages": [ASKED, said([{"type": "tool_use", "name": "search", "input": {}}])]}, "part that is no text"),
         ({"messages": [ASKED, said([{"type": ["text"], "text": "A"}])]}, "part that is no text"),
-        (weighted(weight=0.5), "weight of the assistant message must be 0 or 1"),
+        # OpenAI's and Together's weight is 0 or 1 (togethercomputer/skills#35); LLaMA-Factory's loss_weight, the one of
+        # longtermrisk/openweights#30 and the one asked for in trl#5761 multiply the loss, each in its own way
+        (weighted(weight=0.5), "to let a conversation count more, repeat its row"),
+        (weighted(weight=-0.1), "weight of the assistant message must be 0 or 1"),
+        (weighted(loss_weight=2.0), "loss_weight of the assistant message must be 0 or 1"),
+        ({"messages": [ASKED, said()], "weight": 2.0}, "the row has weight=2.0; rows have no weights: repeat it"),
+        ({"prompt": [ASKED], "completion": [said("BAD")], "label": False}, "the row has label=False"),
         (weighted(loss_mask=[0, 1]), "loss_mask of the assistant message must be 0 or 1"),
         (weighted(weight=1, trainable=False), "contradict"),
         ({"messages": [{**ASKED, "train": True}, said()]}, "train of the user message asks for training on it"),
