@@ -69,8 +69,12 @@ def _serper_payload(cfg: SearchConfig, query: str) -> dict[str, Any]:
     return {"q": query, "gl": cfg.location or country.lower(), "hl": language, "num": cfg.num_passages}
 
 
-ANSWER_BOXES = ("answerBox", "knowledgeGraph")
-"""Fields of Serper's answer beside the results: one for a converter, the weather and the like, one for an entity."""
+ANSWER_BOXES = ("answerBox", "featured_snippets", "knowledgeGraph", "knowledge")
+"""Fields beside the results, with what answers at once (a converter, the weather) or is known of an entity: Serper's
+answerBox and knowledgeGraph, Bright Data's featured_snippets (a list) and knowledge."""
+PLAIN_FACTS = ("title", "name", "subtitle", "snippet", "description", "summary", "text")
+"""Fields of an answer box that are shown without their names."""
+NO_FACTS = ("rank", "global_rank", "image", "image_alt", "image_base64", "position", "description_source")
 
 
 def _organic(tree: Any, text_field: str, empty_mark: str) -> list[Passage]:
@@ -79,11 +83,18 @@ def _organic(tree: Any, text_field: str, empty_mark: str) -> list[Passage]:
     rows = tree.get("organic") if isinstance(tree, dict) else 0
     if not isinstance(rows, list | None):
         raise ValueError("no object with a list of organic results")
-    boxes = [box for name in ANSWER_BOXES if isinstance(box := tree.get(name), dict)]
+    fields = [tree.get(name) for name in ANSWER_BOXES]
+    boxes = [
+        box for field in fields for box in (field if isinstance(field, list) else [field]) if isinstance(box, dict)
+    ]
     if rows is None and not boxes and empty_mark not in tree:
         raise ValueError(f"neither organic results nor {empty_mark!r}; fields: {', '.join(sorted(tree))}")
-    read = [Passage(_box_text(box), _link(box, "link") or _link(box, "descriptionLink")) for box in boxes]
+    read = [Passage(_box_text(box), _box_link(box)) for box in boxes]
     return read + _readable(rows or [], lambda row: _result(row, text_field))
+
+
+def _box_link(box: dict[str, Any]) -> str:
+    return next(filter(None, (_link(box, name) for name in ("link", "descriptionLink", "description_link"))), "")
 
 
 def _result(row: Any, text_field: str) -> Passage:
@@ -92,14 +103,28 @@ def _result(row: Any, text_field: str) -> Passage:
 
 def _box_text(box: dict[str, Any]) -> str:
     """Return all that an answer box says. {"title": "5 km", "answer": "3.1 mi"} -> "5 km; answer: 3.1 mi" """
-    facts = {**box, **(box["attributes"] if isinstance(box.get("attributes"), dict) else {})}
-    shown = {
-        name: text
-        for name, value in facts.items()
-        if isinstance(value, str | int | float) and (text := str(value)) and not text.startswith(("http:", "https:"))
-    }
-    parts = [text if name in ("title", "snippet", "description") else f"{name}: {text}" for name, text in shown.items()]
-    return "; ".join(parts)
+    facts = {**box, **_named_facts(box.get("attributes")), **_named_facts(box.get("facts"))}
+    shown = {name: text for name, value in facts.items() if name not in NO_FACTS and (text := _fact_text(value))}
+    return "; ".join(text if name in PLAIN_FACTS else f"{name}: {text}" for name, text in shown.items())
+
+
+def _named_facts(facts: Any) -> dict[str, Any]:
+    """Return Serper's attributes as they are, and Bright Data's [{"key": "CEO", "value": [{"text": "Tim Cook"}]}] by
+    their keys."""
+    if isinstance(facts, list):
+        return {str(fact["key"]): fact.get("value") for fact in facts if isinstance(fact, dict) and fact.get("key")}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _fact_text(value: Any) -> str:
+    """Return a fact as text: a text, a number, an object with a text, or a list of such objects; "" for anything else,
+    and for addresses."""
+    if isinstance(value, dict):
+        value = value.get("text")
+    if isinstance(value, list):
+        return ", ".join(filter(None, (_fact_text(part) for part in value if isinstance(part, dict))))
+    text = str(value) if isinstance(value, str | int | float) else ""
+    return "" if text.startswith(("http:", "https:", "data:")) else text
 
 
 def _readable(rows: list[Any], read: Callable[[Any], Passage]) -> list[Passage]:

@@ -298,6 +298,37 @@ def test_what_serper_answers_beside_plain_results_is_read(service, answer, text)
     assert result.ok and result.text == f"Page 1: {text}" and len(service.requests) == 2  # with that of the start
 
 
+BRIGHTDATA_KNOWLEDGE = {
+    "name": "Otter", "subtitle": "Mammals", "description": "Otters swim.", "description_source": "Wikipedia",
+    "description_link": "http://b", "images": [{"image": "http://c", "image_base64": "data:image/png;base64,AAAA"}],
+    "facts": [
+        {"key": "Mass", "predicate": "kc:/biology:mass", "value": [{"text": "North American: 8 kg"},
+                                                                   {"text": "Sea: 27 kg", "link": "http://d"}]},
+        {"key": "Family", "value": {"text": "Mustelidae"}}, {"key": "Order", "value": "Carnivora"}, "odd", {"value": 3},
+    ],
+    "widgets": [{"key": "People also search for", "items": [{"name": "Fox", "rank": 1}], "global_rank": 7}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        # the fields of a client of this service (charmingruby/serpbright), and a page without organic results
+        # (serpapi/public-roadmap#3257, #3509, #3787; brightdata-mcp#133)
+        ({"knowledge": BRIGHTDATA_KNOWLEDGE}, "Otter; Mammals; Otters swim.; Mass: North American: 8 kg, Sea: 27 kg; "
+                                              "Family: Mustelidae; Order: Carnivora"),
+        ({"knowledge": {"name": "Otter", "rank": 1}, "organic": [{"description": "a"}]}, "Otter\nPage 2: a"),
+        ({"featured_snippets": [{"title": "5 km in miles", "value": {"text": "3.107 miles"}, "link": "http://a"}, 7]},
+         "5 km in miles; value: 3.107 miles"),
+        ({"knowledge": [], "featured_snippets": None, "organic": [{"description": "a"}]}, "a"),
+    ],
+)  # fmt: skip
+def test_what_bright_data_answers_beside_plain_results_is_read(service, answer, text):
+    service.then(says({"general": {"search_engine": "bing"}, **answer}))
+    result = ask(SearchTool(SearchConfig(backend="brightdata", url=service.url, zone="z", mode="live")), "q")
+    assert result.ok and result.text == f"Page 1: {text}"
+
+
 def test_an_odd_passage_of_a_retriever_is_left_out(service):
     service.then(says({"result": [[{"document": {"contents": None}}, 3, {"contents": "otters"}]]}))
     assert ask(SearchTool(retriever(service)), "q").text == "Page 1: otters" and len(service.requests) == 2
