@@ -71,10 +71,16 @@ class HermesCodec(TemplateCodec):
             self._template([QUESTION, {**message, "content": said}], generation=False).removeprefix(asked)
             for said in ("", text)
         )
-        calls = alone[alone.index("<tool_call>") : alone.rindex(self.tokenizer.eos_token)]
+        opening = alone.index("<tool_call>")
+        calls = alone[opening : alone.rindex(self.tokenizer.eos_token)]
         before = behind.rpartition(calls)[0]
         space = before[len(before.rstrip()) :]  # one line break of Qwen3's template, two of Qwen3.5's
-        return text.rstrip() + space + calls if text else calls
+        if text:
+            return text.rstrip() + space + calls
+        # Bielik's template writes a line break between its header and a call without a text: so does the model
+        header = self._template([QUESTION], generation=True).removeprefix(asked)
+        lead = alone[len(header) : opening] if alone.startswith(header) else ""
+        return ("" if lead.strip() else lead.removeprefix(self._before_answer)) + calls
 
 
 class HermesRules(FormatRules):
