@@ -2,29 +2,29 @@
 
     python benchmarks/play_trace.py [--quick] [--record RUN ...]
 
-First, what the cost model gives of eight numbers that others have published (shared/published.py). Three are fits. Of
-the other five it predicts three within 15 %, and not one of them under all assumptions about what is not published:
-lengths of later turns (verl-tool), how unlike the lengths of a prompt are (verl), what a draft costs (SkyRL). So its
-seconds say nothing of other people's machines, only what one schedule takes against another on the same engine.
+First table: the cost model against eight published step times (shared/published.py). Three of them are used for fits.
+Of the other five the model predicts three within 15 %. None of these three holds under all assumptions about the
+unpublished facts: lengths of later turns (verl-tool), spread of lengths within a prompt (verl), the cost of a draft
+(SkyRL). So the model's seconds say nothing of other people's machines. They compare schedules on the same engine.
 
-Then the trace: what six real runs of a 135M model sampled on the long GSM8K task (shared/recorded_trace.py), tokens of
-prompts, turns and results, seconds of calls, entropies, and where trajectories were forked.
+Then the trace: six real runs of a 135M model on the long GSM8K task (shared/recorded_trace.py). It has the tokens of
+prompts, turns and results, the seconds of calls, entropies, and the places of forks.
 
-The scheduler is the real one (arpo/rollout.py under arpo/sampling/driver.py). Pretended are engine, tools and clock
-(shared/virtual_engine.py), as fast as shared/cost_model.py says of one H100. What is played:
+The scheduler is the real one (arpo/rollout.py under arpo/sampling/driver.py). Engine, tools and clock are simulated
+(shared/virtual_engine.py), as fast as shared/cost_model.py says of one H100. These systems play the trace:
 
-ours            forks where the record has them, once the parent's first 20 tokens behind the result are there
-ours, top_h     forks when the selector that was at work takes them: in two rounds, after all have ended. The real top_h
-                on the recorded entropies; it is checked that it grows the recorded trees
-lock-step       the released loop: all generate until all have stopped, all calls run, then all go on. It gets the same
-                forks, at the result; of its refills one by one, its retries and its endless calls nothing is counted
-GRPO            what the runs without branching sampled on the same questions; by our scheduler, and in lock step
+ours            forks at the recorded places, as soon as the parent has sampled 20 tokens after the result
+ours, top_h     forks when the recorded selector does: in two rounds, after all trajectories have ended. The real top_h
+                reads the recorded entropies; an assertion checks that it grows the recorded trees
+lock-step       the released loop: all generate until all have stopped, all calls run, then all continue. It makes the
+                same forks, at the result. Its refills one by one, its retries and its endless calls are not counted
+GRPO            the runs without branching on the same questions; by our scheduler, and in lock step
 
-A step is rollout, update (a forward and a backward pass, with recomputation, over what is trained) and weight sync.
-`trained`: tokens that the update computes, of which `unique` are different. `waits`: how often an engine without work
-waits for tools. Waits of the host for a GPU: host_waits.py. synced_mb: the weights once, in bfloat16. Decoded tokens
-are exactly those that the runs counted; calls 1 % fewer (those whose result found no room), prefilled a quarter fewer
-than vLLM counted.
+A step is the rollout, the update (forward and backward pass over the trained tokens, with recomputation) and the weight
+sync. `trained`: tokens that the update computes; `unique`: different ones among them. `waits`: how often an engine
+without work waits for tools (for waits of the host for a GPU see host_waits.py). `synced_mb`: the weights once, in
+bfloat16. The decoded tokens are exactly those of the runs. There are 1 % fewer calls (those whose result did not fit),
+and a quarter fewer prefilled tokens than vLLM counted.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec, TagsCodec
 from arpo.rollout import Rollout
 from arpo.sampling.driver import Source, drive
-from benchmarks.shared.cost_model import BF16, Shape, forward_flops
+from benchmarks.shared.cost_model import BF16, OTHER_MODELS, Shape, forward_flops
 from benchmarks.shared.hardware import HARDWARE, Hardware
 from benchmarks.shared.published import print_table
 from benchmarks.shared.recorded_trace import (
     ENTROPY_TOKENS,
-    MOST_TOKENS,
+    MAX_TOKENS,
     Played,
     PlayedEngine,
     PlayedTools,
@@ -65,16 +65,16 @@ from benchmarks.shared.tiny_model import write_tokenizer
 from benchmarks.shared.virtual_ranks import VirtualTime
 
 GPU = HARDWARE["1xH100-80GB"]
-OF_THE_TRACE = Shape(576, 1536, 30, 9, 3, 64, 49_152, tied=True)
 
 
 class Setting(NamedTuple):
     """The model, the hardware and the tools on which the trace is played."""
 
-    shape: Shape = OF_THE_TRACE
+    shape: Shape = OTHER_MODELS["SmolLM2-135M"]
+    """The default is the model of the trace."""
     hw: Hardware = GPU
     at_once: bool = False
-    """All prompts of a run are one step; without top_h, as each recorded step has random numbers of its own."""
+    """All prompts of a run are one step. Then top_h is not played, as each recorded step has its own random numbers."""
     call_scale: float = 1.0
     """Factor of the recorded seconds of calls."""
 
@@ -87,14 +87,14 @@ SETTINGS = {
 }
 MAX_CALLS = 8
 PASSES = 4
-"""Of the update, in forward passes: forward, recomputed, backward."""
+"""Cost of the update in forward passes: forward (1), recomputation (1), backward (2)."""
 
 
 # ---- the loops
 
 
 class AsRecorded(Rollout):
-    """Forks where the record says so, when the first tokens behind the result are there."""
+    """Forks at the recorded places, as soon as the first tokens after the result are there."""
 
     played: Played
 
@@ -104,57 +104,60 @@ class AsRecorded(Rollout):
             self.fork(live.group, live.path, live.turn_index, tuple(map(int, child.split("."))))
 
     def grow(self, group: GroupState) -> None:
-        """Start nothing: the record names all forks."""
+        """Start no further trajectories: the record names all forks."""
 
 
 def ours(played: Played, engine: PlayedEngine, tools: PlayedTools, *, selector: str) -> None:
-    """Run our scheduler. `selector`: "" = forks as recorded, at once; else that of the package."""
+    """Run our scheduler. `selector`: "" = fork as recorded, at once; else a selector of the package."""
     trees = list(played.trees.values())
-    size, roots = len(trees[0].paths), sum(not path.parent for path in trees[0].paths.values())
-    cfg = RolloutConfig(size, max_response_tokens=MOST_TOKENS, max_tool_calls=MAX_CALLS)
-    branching = BranchingConfig(selector or "none", num_initial_rollouts=roots, entropy_tokens=ENTROPY_TOKENS)
-    loop = (Rollout if selector else AsRecorded)(engine, tools, played.codec, cfg, branching)
+    group_size = len(trees[0].paths)
+    num_roots = sum(not path.parent for path in trees[0].paths.values())
+    cfg = RolloutConfig(group_size=group_size, max_response_tokens=MAX_TOKENS, max_tool_calls=MAX_CALLS)
+    branching = BranchingConfig(selector or "none", num_initial_rollouts=num_roots, entropy_tokens=ENTROPY_TOKENS)
+    loop_class = Rollout if selector else AsRecorded
+    loop = loop_class(engine, tools, played.codec, cfg, branching)
     loop.played = played
     source = Source(loop, played.prompts, played.seed)
     drive(source)
-    for place, tree in enumerate(trees):
-        found = {t.trajectory_id: t for t in source.groups[place].trajectories}
-        assert found.keys() == tree.paths.keys(), f"another tree than the recorded one: {sorted(found)}"
+    for index, tree in enumerate(trees):
+        trajectories = {t.trajectory_id: t for t in source.groups[index].trajectories}
+        assert trajectories.keys() == tree.paths.keys(), f"not the recorded tree: {sorted(trajectories)}"
         for name, path in tree.paths.items():
-            assert len(found[name].token_ids) == sum(turn.sampled + turn.result for turn in path.turns), name
+            assert len(trajectories[name].token_ids) == sum(turn.sampled + turn.result for turn in path.turns), name
 
 
 def lock_step(played: Played, engine: PlayedEngine, tools: PlayedTools) -> None:
     """Generate, wait for all; call, wait for all; fork."""
+    # (prompt, trajectory, turn) of each request of this round -> its tokens
     lengths = {
         (name, path, 0): tree.prompt
         for name, tree in played.trees.items()
-        for path, one in tree.paths.items()
-        if not one.parent
+        for path, branch in tree.paths.items()
+        if not branch.parent
     }
     while lengths:
         for (name, path, turn), length in lengths.items():
-            engine.submit(f"{name}|{path}|{turn}", [0] * length, SamplingSpec(MOST_TOKENS))
+            engine.submit(f"{name}|{path}|{turn}", [0] * length, SamplingSpec(MAX_TOKENS))
         while engine.num_running:
             engine.step()
-        going = {key: length for key, length in lengths.items() if played.turn("|".join(map(str, key))).result}
-        for key in going:
+        calling = {key: length for key, length in lengths.items() if played.turn("|".join(map(str, key))).result}
+        for key in calling:
             tools.start("|".join(map(str, key)), "search", "")
         while tools.num_pending:
             tools.collect(block=True)
         lengths = {}
-        for (name, path, turn), length in going.items():
-            read = played.turn(f"{name}|{path}|{turn}")
-            for one in [path, *played.children(name, path, turn + 1)]:
-                lengths[name, one, turn + 1] = length + read.sampled + read.result
+        for (name, path, turn), length in calling.items():
+            last = played.turn(f"{name}|{path}|{turn}")
+            for next_path in [path, *played.children(name, path, turn + 1)]:
+                lengths[name, next_path, turn + 1] = length + last.sampled + last.result
 
 
-# ---- what a step takes
+# ---- the cost of a step
 
 
 @dataclass
 class Counters:
-    """Sums over the steps that one system played: virtual seconds, and numbers that no hardware changes."""
+    """Sums over the steps that one system played: virtual seconds, and counts that do not depend on the hardware."""
 
     step_s: float = 0.0
     rollout_s: float = 0.0
@@ -169,9 +172,14 @@ class Counters:
 
     def add(self, played: Played, on: Setting, loop: Callable, *, is_tree: bool) -> None:
         """Play a step. is_tree: the update computes each token of a tree once."""
-        time, shape, hw = VirtualTime(1), on.shape, on.hw
+        time = VirtualTime(1)
+        shape = on.shape
+        hw = on.hw
         tools = PlayedTools(time, played, on.call_scale)
-        engine = tools.engine = PlayedEngine(time, 0, tools, played, shape, hw, max_num_seqs=1024, unit=1)
+        engine = PlayedEngine(
+            time=time, rank=0, tools=tools, script=played, shape=shape, hardware=hw, max_num_seqs=1024, unit=1
+        )
+        tools.engine = engine
         loop(played, engine, tools)
         unique = sum(tree.unique for tree in played.trees.values())
         trained = unique if is_tree else sum(tree.row_tokens for tree in played.trees.values())
@@ -200,20 +208,20 @@ SYSTEMS = {
 
 
 def play(steps: dict[str, list[Played]], on: Setting) -> dict[str, Counters]:
-    """Let the systems play all steps; print and return what they took per step."""
+    """Let each system play all steps. Print and return its means per step."""
     names = [field.name for field in fields(Counters)]
     print(f"| | {' | '.join(names)} |\n|---{'|---' * len(names)}|")
-    found = {}
+    means = {}
     for name, (runs, loop, is_tree) in SYSTEMS.items():
         if name == "ours, top_h" and on.at_once:
             continue
         total = Counters()
         for played in steps[runs]:
             total.add(played, on, loop, is_tree=is_tree)
-        found[name] = Counters(**{key: value / len(steps[runs]) for key, value in vars(total).items()})
-        numbers = [f"{v:.2f}" if key.endswith("_s") else f"{v:,.0f}" for key, v in vars(found[name]).items()]
-        print(f"| {name} | {' | '.join(numbers)} |", flush=True)
-    return found
+        means[name] = Counters(**{key: value / len(steps[runs]) for key, value in vars(total).items()})
+        cells = [f"{v:.2f}" if key.endswith("_s") else f"{v:,.0f}" for key, v in vars(means[name]).items()]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    return means
 
 
 def steps_of(codec: Codec, *, is_quick: bool, at_once: bool) -> dict[str, list[Played]]:
@@ -242,28 +250,40 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         codec = TagsCodec(write_tokenizer(folder))
     num_within, num_predicted, num_published = print_table()
-    found = {}
+    means = {}
     for name, on in SETTINGS.items():
         steps = steps_of(codec, is_quick=args.quick, at_once=on.at_once)
         print(f"\n{name}: per step of {len(steps['top_h'][0].trees)} prompts x 8, on the virtual clock")
-        found[name] = play(steps, on)
-    ratios = {name: of["lock-step"].step_s / of["ours"].step_s for name, of in found.items()}
-    ratio, ratio_instant, ratio_slow, ratio_7b = ratios.values()
-    mine, released, grpo, afterwards = (
-        vars(next(iter(found.values()))[name]) for name in ("ours", "lock-step", "GRPO, ours", "ours, top_h")
-    )
-    result = {"name": "play_trace", "ratio": ratio, "ours": mine["step_s"], "baseline": released["step_s"]}
-    result |= {
+        means[name] = play(steps, on)
+    ratios = [systems["lock-step"].step_s / systems["ours"].step_s for systems in means.values()]
+    ratio, ratio_instant, ratio_slow, ratio_7b = ratios
+    systems = next(iter(means.values()))
+    ours_means = vars(systems["ours"])
+    lock_step_means = vars(systems["lock-step"])
+    grpo_means = vars(systems["GRPO, ours"])
+    result = {
+        "name": "play_trace",
+        "ratio": ratio,
+        "ours": ours_means["step_s"],
+        "baseline": lock_step_means["step_s"],
         "unit": "virtual s",
         "ratio_instant_calls": ratio_instant,
         "ratio_slow_engine": ratio_slow,
         "ratio_7b": ratio_7b,
+        "grpo_ratio": grpo_means["step_s"] / ours_means["step_s"],
+        "top_h_ratio": systems["ours, top_h"].step_s / ours_means["step_s"],
     }
-    result |= {"grpo_ratio": grpo["step_s"] / mine["step_s"], "top_h_ratio": afterwards["step_s"] / mine["step_s"]}
     for key in ("decoded", "decode_steps", "prefilled", "trained", "synced_mb", "calls"):
-        result |= {f"{key}_ratio": released[key] / mine[key], f"grpo_{key}_ratio": grpo[key] / mine[key]}
-    result |= {"waits": mine["waits"], "baseline_waits": released["waits"], "grpo_waits": grpo["waits"]}
-    result |= {"published_reproduced": num_within, "published_predicted": num_predicted, "published": num_published}
+        result[f"{key}_ratio"] = lock_step_means[key] / ours_means[key]
+        result[f"grpo_{key}_ratio"] = grpo_means[key] / ours_means[key]
+    result |= {
+        "waits": ours_means["waits"],
+        "baseline_waits": lock_step_means["waits"],
+        "grpo_waits": grpo_means["waits"],
+        "published_reproduced": num_within,
+        "published_predicted": num_predicted,
+        "published": num_published,
+    }
     print(json.dumps(result))
 
 

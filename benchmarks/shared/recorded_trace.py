@@ -1,7 +1,7 @@
-"""The recorded trace (benchmarks/trace.json.gz): what six real runs sampled, in numbers; and what plays it.
+"""The recorded trace (benchmarks/trace.json.gz): token counts and times of six real runs; and an engine that plays it.
 
-A 135M model on the long GSM8K task, 12 steps of 5 prompts x 8 trajectories in each run: three with forks by top_h, two
-roots each, and three without (GRPO). Recorded on two CPU cores, calls of the Python sandbox included.
+Each run: a 135M model on the long GSM8K task, 12 steps of 5 prompts x 8 trajectories. Three runs fork by top_h, with
+two roots per group; three do not fork (GRPO). Recorded on two CPU cores, calls of the Python sandbox included.
 """
 
 from __future__ import annotations
@@ -25,49 +25,56 @@ from benchmarks.shared.virtual_engine import Request, VirtualEngine, VirtualTool
 from benchmarks.shared.virtual_ranks import VirtualTime
 
 TRACE = Path(__file__).resolve().parents[1] / "trace.json.gz"
-ENTROPY_TOKENS, MOST_TOKENS = 20, 4096
+ENTROPY_TOKENS = 20
+MAX_TOKENS = 4096
 BLOCK = 16
-"""Tokens of a block of the prefix cache: of a part of one nothing is kept."""
+"""Tokens of a block of the prefix cache. Only full blocks are kept."""
 
 
 class Turn(NamedTuple):
-    """Tokens that a trajectory sampled in one turn, and read back; 0 result tokens where it called nothing."""
+    """One turn of a trajectory."""
 
     sampled: int
+    """Tokens."""
     result: int
+    """Tokens of the tool result; 0 without a call."""
     ms: float | None
-    """Duration of the call; None where no tool ran."""
+    """Duration of the call; None if no tool ran."""
     entropy: float
 
 
 @dataclass
 class Branch:
-    """A trajectory; `turns` are all of its turns, of which it inherited those before `fork`."""
+    """A trajectory."""
 
     parent: str
+    """Its parent's id; "" for a root."""
     fork: int
+    """Turns inherited from the parent."""
     turns: list[Turn]
+    """All turns, the inherited ones included."""
 
 
 class Tree(NamedTuple):
-    """The trajectories of a prompt, by their ids."""
+    """The trajectories of a prompt."""
 
     name: str
-    """The prompt's id, which names its random numbers."""
+    """The prompt's id. It seeds the random numbers."""
     prompt: int
-    """Tokens."""
+    """Tokens of the prompt."""
     unique: int
-    """Tokens of all rows, those that rows begin with alike counted once (arpo/tree.py)."""
+    """Tokens of all rows; a prefix that rows share counts once (arpo/tree.py)."""
     paths: dict[str, Branch]
+    """Trajectory id -> trajectory."""
 
     @property
     def row_tokens(self) -> int:
-        own = sum(turn.sampled + turn.result for path in self.paths.values() for turn in path.turns)
-        return own + self.prompt * len(self.paths)
+        response_tokens = sum(turn.sampled + turn.result for path in self.paths.values() for turn in path.turns)
+        return response_tokens + self.prompt * len(self.paths)
 
 
 def record(runs: list[str]) -> None:
-    """Write the trace: of all trajectories that these runs dumped."""
+    """Write the trace of all trajectories that these runs dumped."""
     from transformers import AutoTokenizer
 
     trace: dict[str, list] = {}
@@ -82,45 +89,52 @@ def record(runs: list[str]) -> None:
 
 
 def recorded(group: list[dict], tokenizer) -> list:
-    """Return the numbers of a dumped group. A call whose result found no room is none."""
+    """Return a dumped group as numbers. A call does not count if its result did not fit into the context."""
     ids = tokenizer.apply_chat_template(group[0]["messages"], add_generation_prompt=True, return_dict=False)
     rows = []
     for t in group:
-        fork, turns = sum(turn["inherited"] for turn in t["turns"]), []
+        fork = sum(turn["inherited"] for turn in t["turns"])
+        turns = []
         for turn in t["turns"][fork:]:
             result = turn["result_end"] - turn["end"]
-            ms = [round(1000 * c["seconds"], 1) for c in turn["tool_calls"] if c["executed"] and result] or [None]
-            turns.append([turn["end"] - turn["start"], result, ms[0], turn["entropy"]])
+            ms = [round(1000 * c["seconds"], 1) for c in turn["tool_calls"] if c["executed"] and result]
+            turns.append([turn["end"] - turn["start"], result, ms[0] if ms else None, turn["entropy"]])
         rows.append([t["trajectory_id"], t["parent_id"] or "", fork, turns])
     unique = num_unique([np.array([*ids, *t["token_ids"]]) for t in group])
     return [group[0]["prompt_id"], len(ids), unique, rows]
 
 
 def read() -> dict[str, list[list[Tree]]]:
-    """Return the trees of each step of each run, by its name: ALGORITHM_seedN."""
+    """Return run -> steps -> trees. A run's name is ALGORITHM_seedN."""
     trace = json.loads(gzip.decompress(TRACE.read_bytes()))
     return {run: [[tree_of(*tree) for tree in step] for step in steps] for run, steps in trace.items()}
 
 
 def tree_of(name: str, prompt: int, unique: int, rows: list[list]) -> Tree:
     paths: dict[str, Branch] = {}
-    for path, parent, fork, own in sorted(rows, key=lambda row: row[0].count(".")):
+    # parents first: an id has one dot more than its parent's
+    for path, parent, fork, new_turns in sorted(rows, key=lambda row: row[0].count(".")):
         inherited = paths[parent].turns[:fork] if parent else []
-        paths[path] = Branch(parent, fork, [*inherited, *(Turn(*turn) for turn in own)])
+        paths[path] = Branch(parent, fork, [*inherited, *(Turn(*turn) for turn in new_turns)])
     return Tree(name, prompt, unique, paths)
 
 
-# ---- engine and tools that play it
+# ---- engine and tools that play the trace
 
 
 class Played:
-    """A step of the trace, as the loops ask for it: by "prompt|trajectory|turn"."""
+    """A step of the trace, addressed by request ids "prompt|trajectory|turn"."""
 
     def __init__(self, trees: list[Tree], seed: str, codec: Codec):
-        self.trees, self.seed, self.codec = {tree.name: tree for tree in trees}, seed, codec
+        self.trees = {tree.name: tree for tree in trees}
+        self.seed = seed
+        self.codec = codec
         encode = partial(codec.tokenizer.encode, add_special_tokens=False)
-        [self.opened], [self.closed], [self.letter] = encode("<search>"), encode("</search>"), encode("a")
-        self.num_around = len(codec.encode_result("b", MOST_TOKENS)[1]) - 1
+        [self.opening_tag] = encode("<search>")
+        [self.closing_tag] = encode("</search>")
+        [self.letter] = encode("a")
+        # tokens of the tags around a result
+        self.num_around = len(codec.encode_result("b", MAX_TOKENS)[1]) - 1
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -134,31 +148,38 @@ class Played:
         return self.trees[name].paths[path].turns[int(turn)]
 
     def __call__(self, request_id: str) -> tuple[list[int], str]:
-        """Return the token ids of a turn, and the stop string that they end in."""
+        """Return the token ids of a turn, and the stop string that they end in ("" for an end token)."""
         turn = self.turn(request_id)
         if turn.result:
-            return [self.opened, *[self.letter] * (turn.sampled - 2), self.closed], "</search>"
+            return [self.opening_tag, *[self.letter] * (turn.sampled - 2), self.closing_tag], "</search>"
         return [*[self.letter] * (turn.sampled - 1), self.codec.tokenizer.eos_token_id], ""
 
     def result(self, call_id: str) -> ToolResult:
         return ToolResult("b" * (self.turn(call_id).result - self.num_around), ok=True)
 
     def children(self, name: str, path: str, turn: int) -> list[str]:
-        """Return the trajectories that were forked off this one before this turn."""
-        return [key for key, one in self.trees[name].paths.items() if (one.parent, one.fork) == (path, turn)]
+        """Return the trajectories forked from this one right before this turn."""
+        paths = self.trees[name].paths
+        return [key for key, branch in paths.items() if (branch.parent, branch.fork) == (path, turn)]
 
 
 class PlayedTools(VirtualTools):
-    """Counts the calls, and how often an engine without work waits for some."""
+    """Counts the calls, and how often an engine without work waits for calls."""
 
     num_calls = 0
     engine: PlayedEngine
 
     def __init__(self, time: VirtualTime, played: Played, scale: float = 1.0):
-        super().__init__(time, 0, lambda call_id: scale * (played.turn(call_id).ms or 0.0) / 1000, "", 0)
+        super().__init__(
+            time,
+            rank=0,
+            latency_s=lambda call_id: scale * (played.turn(call_id).ms or 0.0) / 1000,
+            text="",
+            result_tokens=0,
+        )
         self.played = played
         self.waited_at: set[int] = set()
-        """Numbers of decode steps that were done."""
+        """A wait is counted once per number of decode steps done so far."""
 
     def start(self, call_id: str, *args) -> None:
         self.num_calls += self.played.turn(call_id).ms is not None
@@ -171,39 +192,38 @@ class PlayedTools(VirtualTools):
 
 
 class PlayedEngine(VirtualEngine):
-    """Counts steps and tokens. A token is a token; a chunk comes once the first k tokens are there, and at the end."""
+    """Plays a step of the trace, with one token per token id.
 
-    num_steps = num_sampled = 0
+    A turn that may branch returns two chunks: its first ENTROPY_TOKENS tokens, and the rest.
+    """
 
     def submit(self, request_id: str, token_ids: list[int], spec: SamplingSpec) -> None:
         sampled, stop = self.script(request_id)
-        name, path, number = request_id.split("|")
-        turn, branch = int(number), self.script.trees[name].paths[path]
-        known = len(token_ids) if name in self.cached else 0
-        if turn and not (branch.parent and turn == branch.fork):  # a fork's result is there since its parent read it
-            known = len(token_ids) - branch.turns[turn - 1].result - 1
+        name, path, turn_text = request_id.split("|")
+        turn = int(turn_text)
+        branch = self.script.trees[name].paths[path]
+        length = len(token_ids)
+        num_cached = length if name in self.cached else 0
+        # a branch's first request finds the last result in the cache, since its parent has read it
+        is_first_of_branch = branch.parent and turn == branch.fork
+        if turn and not is_first_of_branch:
+            num_cached = length - branch.turns[turn - 1].result - 1
         self.cached.add(name)
-        uncached = len(token_ids) - min(known, len(token_ids) - 1) // BLOCK * BLOCK
-        request = Request(sampled, len(sampled), len(token_ids), uncached, spec, stop, len(token_ids))
+        request = Request(
+            token_ids=sampled,
+            num_left=len(sampled),
+            context=length,
+            uncached=length - min(num_cached, length - 1) // BLOCK * BLOCK,
+            spec=spec,
+            finish=stop,
+            num_prompt_ids=length,
+        )
         request.part_at = max(len(sampled) - ENTROPY_TOKENS, 0) if turn else 0
         self.running[request_id] = request
 
-    def step(self) -> list[Chunk]:
-        batch = list(self.running.values())
-        num_steps = min(request.num_left - request.part_at for request in batch)
-        until_s = self.tools.next_s - self.time.now[0]
-        if self.seconds(batch, num_steps) > until_s:
-            num_steps = max(1, min(num_steps, int(until_s / self.seconds(batch, 1))))
-        uncached = sum(request.uncached for request in batch)
-        self.num_steps += num_steps
-        self.num_sampled += num_steps * len(batch)
-        self.prefilled += uncached
-        self.time.sleep(0, self.seconds(batch, num_steps) + uncached * self.prefill_s)
-        for request in batch:
-            request.uncached = 0.0
-            request.num_left -= num_steps
-            request.context += num_steps
-        return [self.chunk(*pair) for pair in list(self.running.items()) if pair[1].num_left <= pair[1].part_at]
+    def steps_until_event(self, batch: list[Request]) -> int:
+        """Decode steps until the first request of the batch has a chunk to return."""
+        return min(request.num_left - request.part_at for request in batch)
 
     def chunk(self, request_id: str, request: Request) -> Chunk:
         chunk = super().chunk(request_id, request)

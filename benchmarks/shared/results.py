@@ -2,7 +2,8 @@
 
     python benchmarks/shared/results.py [--quick] [--preliminary] [names ...]          (make results)
 
-With names, only those are run, and their rows replaced. `ratio` is baseline / ours: above 1 we are faster, or smaller.
+With names, only these scripts run, and their rows are replaced. `ratio` is baseline / ours: above 1 we are faster (or
+smaller).
 """
 
 from __future__ import annotations
@@ -27,14 +28,7 @@ EXTRAS = {
     "host_waits": ("waits_grpo", "waits_aepo", "waits_critic", "limit_critic", "waits_engine_step"),
     "mcp_overhead": ("http", "stdio_per_s", "http_per_s", "direct_per_s"),
     "head_memory": ("time_ratio",),
-    "no_rank_waits": (
-        "pull",
-        "idle",
-        "staleness",
-        "refill_ratio",
-        "pull_1024",
-        "baseline_1024",
-    ),
+    "no_rank_waits": ("pull", "idle", "staleness", "refill_ratio", "pull_1024", "baseline_1024"),
     "real_model": ("rollout_ratio", "rollout_ratio_unread"),
     "rl_step_vs_trl": ("ratio_equal_lengths",),
     "rollout_streaming": ("ours_over_bound", "idle_share", "generate_ratio", "bare_ratio", "norms_ratio"),
@@ -58,11 +52,10 @@ EXTRAS = {
         "published_predicted",
     ),
     "tree_training": ("token_ratio", "gradient_difference", "contexts_ratio", "contexts_token_ratio"),
-    "unequal_ranks": ("pull_us",),
 }
-"""Further numbers of a script's last line that the table shows."""
+"""Script -> further numbers of its last line for the column "more"."""
 TIMEOUT_S = 3600
-"""Of a script: no_rank_waits.py takes the longest, about 20 minutes of a core."""
+"""Limit for a script. no_rank_waits.py takes longest, about 20 minutes of a core."""
 HEAD = """# Benchmarks
 
 `make results` runs every script of this folder and rewrites this table; `make bench` only checks that they run
@@ -78,7 +71,7 @@ other work shared the machine.
 
 
 def hardware() -> str:
-    """CPU or GPU, and the versions that matter."""
+    """Return the GPU or CPU, and torch's version."""
     cpu = next((line.split(":")[1].strip() for line in cpu_info() if line.startswith("model name")), platform.machine())
     gpu = subprocess.run(
         "nvidia-smi --query-gpu=name --format=csv,noheader", shell=True, capture_output=True, text=True
@@ -93,7 +86,7 @@ def cpu_info() -> list[str]:
 
 
 def run(script: Path, settings: str) -> str:
-    """Its row of the table."""
+    """Run a script, print its output, and return its row of the table."""
     print(f"== {script.name}", flush=True)
     started = time.perf_counter()
     command = [sys.executable, str(script), *(["--quick"] if settings.startswith("quick") else [])]
@@ -109,7 +102,7 @@ def run(script: Path, settings: str) -> str:
 
 
 def row(name: str, last_line: str, settings: str) -> str:
-    """Return a row of the table; a last line that is no JSON object says why there is none."""
+    """Return a row of the table. A last line that is not a JSON object is an error message, and goes into the row."""
     today = datetime.date.today().isoformat()
     if not last_line.startswith("{"):
         return f"| {name} | none | | | | {last_line} | {settings} | {today} | {hardware()} |"
@@ -125,8 +118,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--preliminary", action="store_true", help="mark the rows so: the machine is not quiet")
     args = parser.parse_args()
-    scripts = {path.stem: path for path in sorted(BENCHMARKS.glob("*.py")) if path.stem != "gpu_report"}  # runs these
-    if unknown := [name for name in args.names if name not in scripts]:
+    # gpu_report runs benchmarks itself
+    scripts = {path.stem: path for path in sorted(BENCHMARKS.glob("*.py")) if path.stem != "gpu_report"}
+    unknown = [name for name in args.names if name not in scripts]
+    if unknown:
         sys.exit(f"no benchmark {', '.join(unknown)}; there are: {', '.join(scripts)}")
     settings = ("quick" if args.quick else "full") + (", preliminary" if args.preliminary else "")
     kept = [line for line in RESULTS.read_text().splitlines() if line.startswith("|")][2:] if RESULTS.exists() else []

@@ -19,32 +19,34 @@ from benchmarks.shared.virtual_ranks import VirtualTime
 
 @dataclass
 class Request:
-    """One request in flight, in real tokens."""
+    """One request in flight. All counts are of real tokens, if they do not say ids."""
 
     token_ids: list[int]
-    """All that it samples, of which `num_sent` ids are the rollout's already."""
+    """All ids of the turn. The rollout already has the first `num_sent` of them."""
     num_left: int
+    """Tokens still to decode."""
     context: float
-    """Tokens in its cache."""
+    """Tokens in the request's KV cache."""
     uncached: float
-    """Tokens that must be computed before its first step."""
+    """Tokens to prefill before the first step."""
     spec: SamplingSpec
     finish: str
+    """The stop string that ends the turn; "" for an end token."""
     num_prompt_ids: int
-    """Ids of the prompt with which it was first submitted."""
+    """Ids of the prompt at the first submission."""
     num_sent: int = 0
     num_sent_before: int = 0
-    """Those that it had sent when it was submitted the last time."""
+    """`num_sent` at the latest submission."""
     part_at: int = 0
-    """num_left at which the next unit is there."""
+    """The next chunk is due when `num_left` has fallen to this."""
 
 
 @dataclass
 class VirtualEngine:
-    """Decodes what `script` prescribes, as fast as the cost model says. A step goes on until a request or a tool call
-    ends, but no longer than `max_step_s`: nothing else can happen in between. A token id stands for `unit` tokens.
+    """Decodes the tokens that `script` prescribes, as fast as the cost model says. A token id stands for `unit` tokens.
 
-    A request that was aborted and comes back goes on where it was, also within a unit.
+    A step lasts until a request or a tool call ends, but not longer than `max_step_s`. Nothing else can happen in
+    between. A request that was aborted and is submitted again continues at the same token, also within a unit.
     """
 
     time: VirtualTime
@@ -58,19 +60,20 @@ class VirtualEngine:
     unit: int
     max_step_s: float = float("inf")
     sends_parts: bool = False
-    """Whether each step returns what it has sampled, and not only whole turns: for requests that may be cut."""
-    speed: float = 1.0
-    """Of this rank, against the others."""
+    """True: each step returns the tokens sampled so far (for requests that may be aborted). False: full turns only."""
     busy_s: float = 0.0
+    num_steps: int = 0
+    num_sampled: int = 0
+    """Tokens decoded."""
     prefilled: float = 0.0
-    """Tokens."""
+    """Tokens prefilled."""
     running: dict[str, Request] = field(default_factory=dict)
     cut: dict[str, Request] = field(default_factory=dict)
-    """Requests that were aborted."""
+    """Aborted requests."""
     cached: set[str] = field(default_factory=set)
     """Prompts and trajectories whose tokens are in the prefix cache."""
     contexts: dict[str, float] = field(default_factory=dict)
-    """Tokens of each trajectory, up to the end of its last whole turn."""
+    """Trajectory -> its tokens up to the end of its last finished turn."""
 
     @property
     def num_running(self) -> int:
@@ -79,45 +82,65 @@ class VirtualEngine:
     def submit(self, request_id: str, token_ids: list[int], spec: SamplingSpec) -> None:
         prompt_id, path, turn = request_id.split("|")
         owner = f"{prompt_id}|{path}"
-        if request := self.cut.pop(request_id, None):
+        request = self.cut.pop(request_id, None)
+        if request:
             assert len(token_ids) == request.num_prompt_ids + request.num_sent, f"{request_id}: tokens were lost"
-            request.spec, request.num_sent_before, request.uncached = spec, request.num_sent, request.context
+            request.spec = spec
+            request.num_sent_before = request.num_sent
+            request.uncached = request.context
         else:
-            # in real tokens: a result is shorter than its ids would stand for
-            new = self.tools.result_tokens if turn != "0" else len(token_ids) * self.unit
+            is_first_turn = turn == "0"
+            # in real tokens: a result has fewer than its ids would stand for
+            new = len(token_ids) * self.unit if is_first_turn else self.tools.result_tokens
             context = float(self.contexts.get(owner, 0.0) + new)
-            is_cached = (prompt_id if turn == "0" else owner) in self.cached
-            uncached = context if not is_cached else new if turn != "0" else 0.0
+            if (prompt_id if is_first_turn else owner) not in self.cached:
+                uncached = context
+            else:
+                uncached = 0.0 if is_first_turn else new
             sampled, stop = self.script(request_id)
-            request = Request(sampled, len(sampled) * self.unit, context, uncached, spec, stop, len(token_ids))
+            request = Request(
+                token_ids=sampled,
+                num_left=len(sampled) * self.unit,
+                context=context,
+                uncached=uncached,
+                spec=spec,
+                finish=stop,
+                num_prompt_ids=len(token_ids),
+            )
             request.part_at = request.num_left - self.unit if self.sends_parts else 0
         self.cached |= {prompt_id, owner}
         self.running[request_id] = request
 
     def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            if request := self.running.pop(request_id, None):
+            request = self.running.pop(request_id, None)
+            if request:
                 self.cut[request_id] = request
 
     def sync(self) -> None:
-        """Do what new weights do: empty the prefix cache."""
+        """Empty the prefix cache, as new weights do."""
         self.cached.clear()
 
     def __post_init__(self) -> None:
-        at = partial(decode_seconds, self.shape, self.hardware)
-        self.weights_s = at(0, 0) / self.speed
-        self.sequence_s, self.cached_s = at(1, 0) / self.speed - self.weights_s, at(0, 1) / self.speed - self.weights_s
+        decode_s = partial(decode_seconds, self.shape, self.hardware)
+        self.weights_s = decode_s(0, 0)
+        self.sequence_s = decode_s(1, 0) - self.weights_s
+        self.cached_s = decode_s(0, 1) - self.weights_s
         flops = forward_flops(self.shape, 1.0, 0.0)
-        self.prefill_s = flops / (self.hardware.prefill_share * self.hardware.bf16_tflops * 1e12) / self.speed
+        self.prefill_s = flops / (self.hardware.prefill_share * self.hardware.bf16_tflops * 1e12)
 
     def seconds(self, batch: list[Request], num_steps: int) -> float:
-        """Time of so many tokens of each request of the batch, whose caches grow meanwhile."""
+        """Seconds of `num_steps` decode steps of the batch. The caches grow by a token per step."""
         cached = sum([request.context for request in batch]) + len(batch) * (num_steps - 1) / 2
         return num_steps * (self.weights_s + len(batch) * self.sequence_s + cached * self.cached_s)
 
+    def steps_until_event(self, batch: list[Request]) -> int:
+        """Decode steps until the first request of the batch ends."""
+        return min([request.num_left for request in batch])
+
     def step(self) -> list[Chunk]:
         batch = list(islice(self.running.values(), self.max_num_seqs))
-        num_steps = min([request.num_left for request in batch])
+        num_steps = self.steps_until_event(batch)
         until_s = min(self.tools.next_s - self.time.now[self.rank], self.max_step_s)
         spent = self.seconds(batch, num_steps)
         if spent > until_s:
@@ -127,21 +150,24 @@ class VirtualEngine:
         spent += uncached * self.prefill_s
         self.prefilled += uncached
         self.busy_s += spent
+        self.num_steps += num_steps
+        self.num_sampled += num_steps * len(batch)
         self.time.sleep(self.rank, spent)
         for request in batch:
             request.uncached = 0.0
             request.num_left -= num_steps
             request.context += num_steps
         ready = [(key, request) for key, request in self.running.items() if request.num_left <= request.part_at]
-        return [self.chunk(*pair) for pair in ready]
+        return [self.chunk(key, request) for key, request in ready]
 
     def chunk(self, request_id: str, request: Request) -> Chunk:
-        """Return what the request has sampled since its last chunk, in whole units."""
+        """Return the ids sampled since the request's last chunk, in full units."""
         until = len(request.token_ids) - ceil(request.num_left / self.unit)
         ids = request.token_ids[request.num_sent : until]
-        measured = request.spec.num_entropy_tokens - (request.num_sent - request.num_sent_before)
-        entropies = [1.0] * min(len(ids), max(measured, 0))
-        request.num_sent, request.part_at = until, (len(request.token_ids) - until - 1) * self.unit
+        num_entropies = request.spec.num_entropy_tokens - (request.num_sent - request.num_sent_before)
+        entropies = [1.0] * min(len(ids), max(num_entropies, 0))
+        request.num_sent = until
+        request.part_at = (len(request.token_ids) - until - 1) * self.unit
         if request.num_left > 0:
             return Chunk(request_id, ids, [-0.5] * len(ids), entropies)
         del self.running[request_id]
@@ -151,13 +177,18 @@ class VirtualEngine:
 
 
 class VirtualTools:
-    """Has the interface of a ToolRunner. Each call takes what `latency_s` says of its id."""
+    """Has the interface of a ToolRunner. A call takes `latency_s(call_id)` seconds and returns `text`."""
 
     def __init__(self, time: VirtualTime, rank: int, latency_s: Callable[[str], float], text: str, result_tokens: int):
-        self.time, self.rank, self.latency_s, self.text, self.result_tokens = time, rank, latency_s, text, result_tokens
+        self.time = time
+        self.rank = rank
+        self.latency_s = latency_s
+        self.text = text
+        self.result_tokens = result_tokens
         self.tools = {"search": None}
         self.sessions = Sessions()
         self.pending: list[tuple[float, str]] = []
+        """A heap of calls, by the virtual time at which they end."""
         self.parked: list[tuple[float, str]] = []
 
     @property
@@ -166,7 +197,7 @@ class VirtualTools:
 
     @property
     def next_s(self) -> float:
-        """When the next call ends."""
+        """Virtual time at which the next call ends."""
         return self.pending[0][0] if self.pending else float("inf")
 
     def start(self, call_id: str, tag: str, argument: str, context: ToolContext | None = None) -> None:
@@ -192,8 +223,9 @@ class VirtualTools:
         self.pending.clear()
 
 
-def cost_of_tokens(shape: Shape, hw: Hardware, num_tokens: float, start: float, batch: int) -> float:
-    """Seconds of an engine for `num_tokens` tokens behind a cache of `start`, as one of `batch` that are decoded."""
+def cost_of_tokens(shape: Shape, hw: Hardware, num_tokens: float, *, start: float, batch: int) -> float:
+    """Seconds that `num_tokens` tokens cost an engine. The sequence decodes in a batch of `batch`, after `start` tokens
+    in its cache."""
     alone = BF16 * shape.parameters / (hw.memory_share * hw.memory_gb_s * 1e9) + hw.step_overhead_ms / 1e3
     cache = (start + num_tokens / 2) * kv_bytes_per_token(shape) / (hw.memory_share * hw.memory_gb_s * 1e9)
     return num_tokens * (alone / batch + hw.overhead_ms_per_sequence / 1e3 + cache)

@@ -1,7 +1,7 @@
-"""Many ranks in one process on a virtual clock: what takes time says how long, and whoever is earliest goes on.
+"""Many ranks in one process on a virtual clock.
 
-Each rank is a thread that runs the real rollout. Only one runs at any moment, and it hands over where it waits in
-virtual time, so all that ranks do happens in the order of virtual time, and a run repeats exactly.
+Each rank is a thread that runs the real rollout. Only the thread with the earliest clock runs. It hands over when it
+waits in virtual time. So everything happens in the order of virtual time, and a run repeats exactly.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ class VirtualTime:
 
     def __init__(self, num_ranks: int):
         self.now = [0.0] * num_ranks
-        self._turns = [threading.Lock() for _ in range(num_ranks)]  # held while their ranks must wait
-        self._waiting: list[tuple[float, int]] = []  # a heap: when each rank that is not in `gather` goes on
+        # a rank that must wait blocks on its lock
+        self._turns = [threading.Lock() for _ in range(num_ranks)]
+        # a heap of (virtual time, rank): when each rank continues that is not in `gather`
+        self._waiting: list[tuple[float, int]] = []
         self._gathered: dict[int, Any] = {}
-        self._everywhere: list[Any] = []
+        self._all_values: list[Any] = []
         self._error: BaseException | None = None
 
     def sleep(self, rank: int, seconds: float) -> None:
-        """Go on with this rank when no other one is earlier."""
+        """Advance the rank's clock, and return when no other rank is earlier."""
         self.now[rank] += seconds
         if self._waiting and self._waiting[0] < (self.now[rank], rank):
             _, earliest = heapq.heapreplace(self._waiting, (self.now[rank], rank))
@@ -40,17 +42,17 @@ class VirtualTime:
             self._wait(rank)
 
     def gather(self, rank: int, value: T) -> list[T]:
-        """Return the values of all ranks, which wait for the last of them. Collective."""
+        """Return the values of all ranks. All wait for the last one. Collective."""
         self._gathered[rank] = value
         if len(self._gathered) < len(self.now):
             self._wake_next()
             self._wait(rank)
-            return self._everywhere
-        self._everywhere = [self._gathered[number] for number in range(len(self.now))]
+            return self._all_values
+        self._all_values = [self._gathered[number] for number in range(len(self.now))]
         self._gathered = {}
         self.now[:] = [max(self.now)] * len(self.now)
         self._waiting = [(self.now[number], number) for number in range(len(self.now)) if number != rank]
-        return self._everywhere
+        return self._all_values
 
     def _wait(self, rank: int) -> None:
         self._turns[rank].acquire()
@@ -62,8 +64,8 @@ class VirtualTime:
             self._turns[heapq.heappop(self._waiting)[1]].release()
 
     def run(self, body: Callable[[int], None]) -> list[float]:
-        """Call body(rank) on all ranks, from where their clocks are; return when each was done. Raises what the first
-        rank that fails raises."""
+        """Call body(rank) on all ranks, starting at their present clocks. Return the virtual time at which each ended.
+        If ranks fail, raises the error of the first one."""
 
         def on_thread(rank: int) -> None:
             try:
@@ -73,7 +75,8 @@ class VirtualTime:
             except BaseException as error:  # raised below, in the caller's thread
                 if self._error is None:
                     self._error = error
-                    for turn in self._turns:  # no rank but this one runs: all others fail with it
+                    # all other ranks are blocked: release them, so that they fail too
+                    for turn in self._turns:
                         if turn.locked():
                             turn.release()
 
@@ -93,11 +96,12 @@ class VirtualTime:
 
 
 class VirtualStore:
-    """The store of the simulated ranks, with the methods of torch's that a queue calls. A request takes `seconds`;
-    requests do not wait for each other."""
+    """The store of the simulated ranks, with those methods of torch's store that a queue calls. A request takes
+    `seconds`; requests do not wait for each other."""
 
     def __init__(self, time: VirtualTime, seconds: float):
-        self.time, self.seconds = time, seconds
+        self.time = time
+        self.seconds = seconds
         self.values: dict[str, int | bytes] = {}
         self.num_requests = 0
 
@@ -111,38 +115,45 @@ class VirtualStore:
         store: VirtualStore
         rank: int
 
-        def _asked(self) -> dict[str, int | bytes]:
+        def _request(self) -> dict[str, int | bytes]:
             self.store.num_requests += 1
             self.store.time.sleep(self.rank, self.store.seconds)
             return self.store.values
 
         def add(self, key: str, amount: int) -> int:
-            values = self._asked()
+            values = self._request()
             values[key] = values.get(key, 0) + amount
             return values[key]
 
         def set(self, key: str, value: str) -> None:
-            self._asked()[key] = value.encode()
+            self._request()[key] = value.encode()
 
         def multi_get(self, keys: list[str]) -> list[bytes]:
-            while not all(key in self._asked() for key in keys):
+            while not all(key in self._request() for key in keys):
                 pass  # another rank is about to write it
             return [self.store.values[key] for key in keys]
 
         def delete_key(self, key: str) -> bool:
-            return self._asked().pop(key, None) is not None
+            return self._request().pop(key, None) is not None
 
 
 @dataclass(frozen=True)
 class VirtualRanks(Ranks):
-    """A rank whose collectives take no time, but wait for the last rank; values are not copied."""
+    """A rank whose collectives wait for the last rank and take no time otherwise. Values are not copied."""
 
     time: VirtualTime | None = None
 
     @classmethod
     def make(cls, rank: int, time: VirtualTime, store: VirtualStore) -> VirtualRanks:
         world_size = len(time.now)
-        return cls(rank, world_size, torch.device("cpu"), mesh=None, store=store.of(rank), time=time)
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            device=torch.device("cpu"),
+            mesh=None,
+            store=store.of(rank),
+            time=time,
+        )
 
     def all_gather_objects(self, value: T) -> list[T]:
         return self.time.gather(self.rank, value)

@@ -7,13 +7,10 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from arpo.tools.interface import ToolContext, ToolResult, answer
 from arpo.tools.sessions import RecordedCall
-
-if TYPE_CHECKING:
-    from extras.tools.session_tool import SessionTool
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +23,19 @@ class SessionLost(Exception):
     """Raised by `run` where the session is gone through a failure of ours: its calls are replayed in a new one."""
 
 
-def session_name(tool: SessionTool) -> str:
-    """Return what its sessions are known by: the tag of a tool that shares them with no other one."""
+class StatefulTool(Protocol):
+    """The methods of a `SessionTool` (session_tool.py) that `ToolSessions` calls. `fork` is optional."""
+
+    tag: str
+
+    async def open(self, context: ToolContext) -> Any: ...
+    async def run(self, argument: str, context: ToolContext, session: Any) -> ToolResult: ...
+    async def fork(self, session: Any, context: ToolContext) -> Any: ...
+    async def close(self, session: Any) -> None: ...
+
+
+def session_name(tool: StatefulTool) -> str:
+    """Return the name of the tool's sessions: its tag, unless it shares them with other tools."""
     return getattr(tool, "session_name", tool.tag)
 
 
@@ -35,7 +43,7 @@ def session_name(tool: SessionTool) -> str:
 class Copy:
     """A session's copy, in the state after some call."""
 
-    tool: SessionTool
+    tool: StatefulTool
     num_calls: int
     task: asyncio.Task | None = None
     """Returns the handle, or None where there could be no copy."""
@@ -74,7 +82,7 @@ class Own(dict[str, Session]):
         """Held by the session that takes a place."""
 
 
-async def close_handle(tool: SessionTool, handle: Any) -> None:
+async def close_handle(tool: StatefulTool, handle: Any) -> None:
     """Close a session of the tool; one that cannot be closed is no reason to fail."""
     try:
         await tool.close(handle)
@@ -82,7 +90,7 @@ async def close_handle(tool: SessionTool, handle: Any) -> None:
         logger.warning("a session of the %s tool could not be closed", tool.tag, exc_info=True)
 
 
-async def try_to_fork(tool: SessionTool, handle: Any, context: ToolContext, told: set) -> Any | None:
+async def try_to_fork(tool: StatefulTool, handle: Any, context: ToolContext, told: set) -> Any | None:
     """Return a copy of a session, or None for one that must be replayed. The first error of a kind is told."""
     try:
         return await tool.fork(handle, context)
@@ -96,7 +104,7 @@ async def try_to_fork(tool: SessionTool, handle: Any, context: ToolContext, told
         return None
 
 
-def recorded(tool: SessionTool, session: Session, turn: int, argument: str, result: ToolResult) -> RecordedCall:
+def recorded(tool: StatefulTool, session: Session, turn: int, argument: str, result: ToolResult) -> RecordedCall:
     """Return the record of the session's next call."""
     call = argument if session_name(tool) == tool.tag else f"{tool.tag} {argument}"
     data = f"{session.history} {call}".encode("utf-8", "surrogatepass")
@@ -104,7 +112,7 @@ def recorded(tool: SessionTool, session: Session, turn: int, argument: str, resu
     return RecordedCall(turn, tool.tag, argument, (result.text, result.ok), history)
 
 
-async def replay(tools: Mapping[str, SessionTool], session: Session, context: ToolContext) -> ToolResult:
+async def replay(tools: Mapping[str, StatefulTool], session: Session, context: ToolContext) -> ToolResult:
     """Run the session's recorded calls again, and return how many, how many answered otherwise, and what it cost; or
     the result of one that failed through us."""
     calls, session.calls = session.calls, []

@@ -21,7 +21,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from arpo.tools.base import CLOSE_TIMEOUT_S
 from arpo.tools.interface import Tool, ToolContext, ToolResult, answer
@@ -31,15 +31,13 @@ from extras.tools.session_records import (
     Own,
     Session,
     SessionLost,
+    StatefulTool,
     close_handle,
     recorded,
     replay,
     session_name,
     try_to_fork,
 )
-
-if TYPE_CHECKING:
-    from extras.tools.session_tool import SessionTool
 
 NUM_TRIES = 2
 """Times that a call is tried whose session is lost under it."""
@@ -51,7 +49,7 @@ class ToolSessions(Sessions):
 
     def __init__(self, tools: Mapping[str, Tool], loop: asyncio.AbstractEventLoop | None):
         stateful = {tag: tool for tag, tool in tools.items() if hasattr(tool, "make_sessions")}
-        self.tools: dict[str, SessionTool] = stateful if loop else {}
+        self.tools: dict[str, StatefulTool] = stateful if loop else {}
         self._by_name = {session_name(tool): tool for tool in self.tools.values()}
         """Who opens, copies and closes the sessions of a name."""
         self._unbranchable = {tag for tag, tool in stateful.items() if not getattr(tool, "may_branch", True)}
@@ -141,7 +139,7 @@ class ToolSessions(Sessions):
         finally:
             self._calls.discard(task)
 
-    async def _answer(self, tool: SessionTool, own: Own, argument: str, context: ToolContext) -> ToolResult:
+    async def _answer(self, tool: StatefulTool, own: Own, argument: str, context: ToolContext) -> ToolResult:
         session, before = own[session_name(tool)], ToolResult("", ok=True)
         for tries_left in reversed(range(NUM_TRIES)):
             try:
@@ -162,7 +160,7 @@ class ToolSessions(Sessions):
             result, replayed=before.replayed, replay_mismatches=before.replay_mismatches, cost=result.cost + before.cost
         )
 
-    async def _begin(self, tool: SessionTool, own: Own, context: ToolContext) -> ToolResult:
+    async def _begin(self, tool: StatefulTool, own: Own, context: ToolContext) -> ToolResult:
         """Give a session its state: from its copy, else by opening one and replaying its calls."""
         session = own[session_name(tool)]
         source = session.source
@@ -185,7 +183,7 @@ class ToolSessions(Sessions):
         session.is_open = True
         return await replay(self.tools, session, context)
 
-    async def _finished(self, tool: SessionTool, making: Coroutine) -> Any | None:
+    async def _finished(self, tool: StatefulTool, making: Coroutine) -> Any | None:
         """Return the handle that is made. If the call is given up meanwhile, the handle is closed once it is there."""
         task = self._spawn(making)
         try:
@@ -194,7 +192,7 @@ class ToolSessions(Sessions):
             self._spawn(self._close_made(tool, task))
             raise
 
-    async def _close_made(self, tool: SessionTool, task: asyncio.Task) -> None:
+    async def _close_made(self, tool: StatefulTool, task: asyncio.Task) -> None:
         [handle] = await asyncio.gather(task, return_exceptions=True)
         if handle is not None and not isinstance(handle, BaseException):
             await close_handle(tool, handle)
@@ -289,13 +287,13 @@ class ToolSessions(Sessions):
             await close_handle(copy.tool, handle)
             self._give_place_back(session_name(copy.tool), copy)
 
-    async def _finish(self, tool: SessionTool, session: Session) -> None:
+    async def _finish(self, tool: StatefulTool, session: Session) -> None:
         async with session.lock:
             source, session.source = session.source, None
             self._release(source)
             await self._close(tool, session)
 
-    async def _close(self, tool: SessionTool, session: Session) -> None:
+    async def _close(self, tool: StatefulTool, session: Session) -> None:
         if session.is_open:
             session.is_open = False
             await close_handle(tool, session.handle)

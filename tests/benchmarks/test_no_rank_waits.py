@@ -187,7 +187,7 @@ def test_without_carry_over_each_step_is_trained_on_its_own_prompts_whole(mode):
     assert names == [list(range(16 * step, 16 * (step + 1))) for step in range(STEPS)]
     lengths = {t.num_sampled_tokens: SMALL.tokens_of(t.prompt_id, t.trajectory_id)[0] for t in all_of(trained)}
     assert all(sampled == drawn for sampled, drawn in lengths.items())
-    assert all(step.held_s == 0.0 and step.stale == {} for step in run.steps)
+    assert all(step.carried_s == 0.0 and step.stale == {} for step in run.steps)
 
 
 @pytest.mark.parametrize("bound", [1, 2])
@@ -201,8 +201,12 @@ def test_carried_groups_are_trained_on_once_whole_and_within_the_bound(bound):
         assert t.num_sampled_tokens == SMALL.tokens_of(t.prompt_id, t.trajectory_id)[0]
     for number, (groups, step) in enumerate(zip(trained, run.steps, strict=True), start=1):
         assert step.stale == staleness(groups, number).values() and step.stale["carry_over/staleness_max"] <= bound
-        assert step.held_s > 0
+        assert step.carried_s > 0
     assert run.steps[-1].stale["carry_over/tokens"] > 0
+
+
+def measured(mode: str) -> no_rank_waits.Measured:
+    return no_rank_waits.measure(SMALL, no_rank_waits.MODES[mode], num_ranks=RANKS, num_steps=2, codec=CODEC)
 
 
 def all_of(steps: list) -> list:
@@ -212,7 +216,7 @@ def all_of(steps: list) -> list:
 def test_a_run_repeats_exactly_and_carried_groups_leave_engines_less_idle():
     found = {}
     for mode in ("fixed", "pull", "pull, carry_over 2"):
-        found[mode], again = (no_rank_waits.measure(SMALL, no_rank_waits.MODES[mode], RANKS, 2, CODEC) for _ in "ab")
+        found[mode], again = measured(mode), measured(mode)
         assert found[mode] == again
     assert found["fixed"].over_ideal > found["pull"].over_ideal > found["pull, carry_over 2"].over_ideal > 1.0
     assert found["fixed"].idle > found["pull, carry_over 2"].idle and found["pull"].stale_share == 0.0
@@ -231,15 +235,18 @@ def test_a_step_takes_longer_by_its_validation(monkeypatch):
     found = {}
     for number in (12, 48):
         monkeypatch.setattr(no_rank_waits, "NUM_VALID", number)
-        found[number] = no_rank_waits.measure(SMALL, no_rank_waits.MODES["fixed, validates"], RANKS, 2, CODEC).step_s
-    without = no_rank_waits.measure(SMALL, no_rank_waits.MODES["fixed"], RANKS, 2, CODEC).step_s
+        found[number] = measured("fixed, validates").step_s
+    without = measured("fixed").step_s
     assert without < found[12] < found[48]
 
 
 def test_the_last_line_is_of_the_long_contexts():
-    measured = no_rank_waits.Measured(*[1.0] * 8)._replace
-    sizes = ("long", 8), ("uneven", 16), ("long", 64), ("long", 1024), ("short", 2048)
-    found = {(*size, name): measured(over_ideal=size[1] / 10 + i)
-             for size in sizes for i, name in enumerate(no_rank_waits.MODES)}  # fmt: skip
+    ones = no_rank_waits.Measured(*[1.0] * 8)
+    sizes = ("long", 8), ("long", 64), ("long", 1024), ("short", 2048)
+    found = {
+        (*size, name): ones._replace(over_ideal=size[1] / 10 + i)
+        for size in sizes
+        for i, name in enumerate(no_rank_waits.MODES)
+    }
     line = no_rank_waits.summary(found)
     assert line["baseline"] == 6.4 and line["ratio"] == 6.4 / line["ours"] and line["baseline_1024"] == 102.4
