@@ -77,6 +77,7 @@ def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
     selector=none in an algorithm's file after num_initial_rollouts=6 in a model's file drops the 6. Raises UserError
     where both stand at the same level, or in the other order.
     """
+    check_entries(settings)
     settings, levels = dict(settings), {key: setting.level for key, setting in settings.items()}
     while True:
         try:
@@ -101,6 +102,18 @@ def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
 def _tokens(key: str, values: list[str]) -> list[str]:
     """Return a setting as tyro takes it. The form --key=value is for values that begin with a dash."""
     return [f"--{key}={values[0]}"] if len(values) == 1 else [f"--{key}", *values]
+
+
+def check_entries(settings: dict[str, Setting]) -> None:
+    """Raise UserError for a list of several entries with one that begins with a dash and is no number: tyro would read
+    it as a flag, so that a file's list could set another key, or print the help."""
+    for key, setting in settings.items():
+        for entry in setting.values if len(setting.values) > 1 else []:
+            if re.match(r"-(?![\d.])", entry):
+                raise UserError(
+                    f"{setting.where}: {key} has the entry {entry!r}, which begins with a dash: among other entries it "
+                    f"would be read as a flag; write a file as ./{entry}"
+                )
 
 
 def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -> C:

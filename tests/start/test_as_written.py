@@ -13,6 +13,7 @@ from arpo.config.facts import leaves
 from arpo.errors import UserError
 from arpo.log.settings import save_config
 from arpo.start.load import load_config
+from evaluate import EvalConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig
 
@@ -117,6 +118,24 @@ def test_a_saved_config_of_odd_texts_loads_to_the_same_config(tmp_path):
 def test_a_value_of_a_flag_is_its_text(monkeypatch, flags, key, value):
     monkeypatch.setenv("HOME", "/home/me")
     assert leaves(load_config(SFTConfig, ["--data.train", "x", *flags]))[key] == value
+
+
+@pytest.mark.parametrize(
+    "entries", [("-I", "-B"), ("a", "-x"), ("-x", "a"), ("a", "-h"), ("--data.train", "y"), ("a", "--")]
+)
+def test_an_entry_with_a_dash_among_others_is_refused_and_never_a_flag(tmp_path, entries):
+    """python/cpython#53580 and #138950, pycbc#3876, tyro#411, byexample PR#249."""
+    error = rf"data\.tools has the entry '{next(e for e in entries if e[0] == '-')}'"
+    with pytest.raises(UserError, match=rf"c\.yaml: {error}.* write a file as \./-"):
+        of_yaml(tmp_path, f"data: {{tools: {list(entries)}}}")
+    if not any(entry.startswith("--") or entry == "-h" for entry in entries):  # those are flags, as everywhere
+        with pytest.raises(UserError, match=rf"command line: {error}"):
+            load_config(SFTConfig, ["--data.train", "x", "--data.tools", *entries])
+
+
+def test_a_file_whose_name_begins_with_a_dash_is_given_with_its_folder():
+    cfg = load_config(EvalConfig, ["--model.path", "m", "--eval.files", "./-a.jsonl", "b.jsonl"])
+    assert cfg.eval.files == ("./-a.jsonl", "b.jsonl")
 
 
 def test_a_value_with_two_dashes_in_an_argument_of_its_own_is_told_its_form():
