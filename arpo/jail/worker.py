@@ -74,7 +74,7 @@ def run_worker(
             os._exit(1)
     with open(CHANNEL_FD, "rb", buffering=0) as channel:
         code = channel.read().decode()
-    exit_code = run_code(_without_file(code), new_main())
+    exit_code = run_code(without_file(code), new_main())
     os._exit(_finish() or exit_code)
 
 
@@ -127,7 +127,7 @@ def run_code(code: str, main: types.ModuleType) -> int:
     return 0
 
 
-def _without_file(code: str) -> str:
+def without_file(code: str) -> str:
     """Write the file that comes with the code, and return the code. See wire.FILE_MARK."""
     if not code.startswith(FILE_MARK):
         return code

@@ -109,9 +109,11 @@ class PythonTool:
         return refuse(code) or await self._run(code)
 
     async def _run(self, code: str) -> ToolResult:
-        if PLOTS.search(code) and len(code) < MAX_CODE_BYTES // 2:
-            code = self._font_list() + code
-        return self._result(await self._on_thread(self.sandbox.run, code))
+        return self._result(await self._on_thread(self.sandbox.run, self.with_font_list(code)))
+
+    def with_font_list(self, code: str) -> str:
+        """Return code that plots with matplotlib's list of fonts before it, any other as it is."""
+        return self._font_list() + code if PLOTS.search(code) and len(code) < MAX_CODE_BYTES // 2 else code
 
     def _font_list(self) -> str:
         """Return what gives a call matplotlib's list of fonts, or "" as long as there is none. A call starts without

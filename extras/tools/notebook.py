@@ -156,7 +156,7 @@ class NotebookTool(RecordedPython, SessionTool):
                         process.close()
                 session.kept_bytes = 0
                 try:
-                    reply = session.process.run(cell)
+                    reply = session.process.run(self.with_font_list(cell))
                 except (OSError, EOFError, ValueError) as error:
                     raise SessionLost(f"{type(error).__name__}: {error}") from None
                 has_not_begun = cell in begin and reply.status != "ok"

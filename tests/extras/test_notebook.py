@@ -94,6 +94,22 @@ def test_files_are_there_for_one_cell(tool):
     assert made == "['b']" and gone == "([], False)"
 
 
+@pytest.mark.parametrize("tier", TIERS)
+def test_matplotlibs_list_of_fonts_comes_with_the_cells_that_plot(tier):
+    """matplotlib/matplotlib#32246: without it, each new notebook would search for the fonts."""
+    pytest.importorskip("matplotlib")
+    tool = start(replace(CFG, wall_s=300.0, session_cpu_s=300.0), tier, kind=NotebookTool)
+    look = "import os\nfolder = os.path.expanduser('~/.cache/matplotlib')\n"
+    listed = f"{look}[name[:10] for name in os.listdir(folder)]"
+    try:
+        assert texts(tool, f"{look}os.path.exists(folder)  # plot nothing") == ["False"]  # which starts the search
+        assert tool._fonts.result().status == "ok"
+        found = texts(tool, listed, "import os\nos.path.exists(os.path.expanduser('~/.cache'))", listed)
+        assert found == ["['fontlist-v']", "False", "['fontlist-v']"]
+    finally:
+        asyncio.run(tool.aclose())
+
+
 def test_a_cells_processes_end_with_it(tool):
     code = "import os, time\nif os.fork() == 0:\n    time.sleep(3600)\n"
     [first, then] = texts(tool, code, "1 + 1")

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from jail import syscalls as kernel
 from jail import wire
-from jail.worker import CHANNEL_FD
+from jail.worker import CHANNEL_FD, without_file
 
 READY, CELL, FORK = b"R", b"c", b"f"
 """The worker's first message; the supervisor's before a cell's code; and what announces a copy. The worker sends FORK
@@ -43,7 +43,7 @@ def serve_cells(home: str, run_code: Callable[[str, types.ModuleType], int], mai
         worker = os.getpid()
         _hide(False)
         os.chdir(home)  # the folder of the last cell is gone
-        exit_code = run_code(code, main)
+        exit_code = run_code(without_file(code), main)
         exit_code = _flush() or exit_code
         if os.getpid() != worker:  # a child that the code has forked, and that came back from it
             os._exit(exit_code)
