@@ -19,7 +19,7 @@ from torch import Tensor
 from arpo.config.named import check_name, is_own
 from arpo.config.returned import ask, entries, numbers
 from arpo.options import AdvantageConfig
-from arpo.selection import teaching
+from arpo.selection import trained_on
 from arpo.trajectory import Group, Trajectory
 
 
@@ -156,7 +156,7 @@ def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
     """
     trajectories = []
     for index, group in enumerate(groups):
-        taught = teaching(group)
+        taught = trained_on(group)
         if len(taught) == 1 < len(group.trajectories):
             taught[0].advantage = 0.0
         else:
@@ -173,12 +173,12 @@ def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
 
 def soft(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
     """Every token gets its trajectory's own advantage."""
-    return {t.trajectory_id: np.full(len(t.token_ids), t.advantage) for t in teaching(group)}
+    return {t.trajectory_id: np.full(len(t.token_ids), t.advantage) for t in trained_on(group)}
 
 
 def hard(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
     """A token that d trajectories of the tree share gets the mean of their d advantages (ARPO sec. 3)."""
-    taught = teaching(group)
+    taught = trained_on(group)
     sums = {t.trajectory_id: np.zeros(len(t.token_ids)) for t in group.trajectories}  # by who wrote the token
     counts = {t.trajectory_id: np.zeros(len(t.token_ids)) for t in group.trajectories}
     pieces = {t.trajectory_id: written_by(t, group) for t in taught}
@@ -213,7 +213,7 @@ def node_parent(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
 def inter_intra(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
     """Every token gets its trajectory's z among all of the prompt, plus its z in its own tree: among the trajectories
     that descend from the same root (Tree-GRPO, arXiv 2509.21240). A tree of one trajectory adds 0."""
-    taught = teaching(group)
+    taught = trained_on(group)
     rewards = np.array([t.reward - t.kl_penalty for t in taught])
     credits = z_scores(rewards, cfg, ddof=1)
     for tree in members([t.trajectory_id.partition(".")[0] for t in taught]):
@@ -240,7 +240,7 @@ def token_advantages(group: Group, tree: str, cfg: AdvantageConfig | None = None
     """Return the tree credit of a group by its name. Raises ValueError for a name that is not there, and UserError
     where one of the user's does not return a finite number for each token of each trajectory that teaches."""
     check_name("advantage.tree", tree, "advantages", "TREE_CREDITS")
-    taught, what = teaching(group), f"advantage.tree={tree}: the credits"
+    taught, what = trained_on(group), f"advantage.tree={tree}: the credits"
     seen = group.as_seen() if is_own(tree) else group
     by_id = ask("advantage.tree", tree, TREE_CREDITS, seen, cfg or AdvantageConfig())
     found = entries(by_id, f"{what} of prompt {group.prompt.prompt_id}", [t.trajectory_id for t in taught])
@@ -264,7 +264,7 @@ def turn_values(group: Group, cfg: AdvantageConfig) -> tuple[dict[str, Turns], d
     its reward among the prompt's leaves, with the population's standard deviation; V of a turn, and of the prompt, is
     the mean over its children, however many leaves are below each.
     """
-    taught = teaching(group)
+    taught = trained_on(group)
     paths = {t.trajectory_id: [PROMPT, *turns_of(t, group), (t.trajectory_id, LEAF)] for t in taught}
     leaves = z_scores(np.array([t.reward - t.kl_penalty for t in taught]), cfg, ddof=0)
     values = {(t.trajectory_id, LEAF): float(z) for t, z in zip(taught, leaves, strict=True)}
@@ -296,7 +296,7 @@ def turns_of(trajectory: Trajectory, group: Group) -> Turns:
 def by_turn(group: Group, credits: dict[str, list[float]]) -> dict[str, np.ndarray]:
     """Give each turn's credit to its tokens, and to the tool result behind them. trajectory_id -> (T,)"""
     tokens = {}
-    for t in teaching(group):
+    for t in trained_on(group):
         assert t.turns and t.turns[0].start == 0, t.trajectory_id
         lengths = np.diff([*(turn.start for turn in t.turns), len(t.token_ids)])
         tokens[t.trajectory_id] = np.repeat(np.asarray(credits[t.trajectory_id], dtype=float), lengths)

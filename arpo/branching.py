@@ -1,8 +1,8 @@
-"""Branching decisions, which are pure: the rules and what they may look at, AEPO's budget split, a group's budget.
+"""Branching decisions: the rules and their evidence, AEPO's budget split, the budget of a group. Pure.
 
 ARPO: arXiv 2507.19849 sec. 3; AEPO: arXiv 2510.14545 sec. 3. A rule of your own is one function
 (Evidence, BranchingConfig) -> P, in a file of yours (branching.selector=FILE.py:NAME) or with one line in RULES.
-The functions named upstream_ do what the released code does where that differs from the papers.
+Functions named upstream_ follow the released code. It differs from the papers there.
 """
 
 from __future__ import annotations
@@ -17,77 +17,85 @@ from arpo.options import PER_NAT, RELEASED_WEIGHT, BranchingConfig
 from arpo.trajectory import BranchDecision, ToolCall
 
 Path = tuple[int, ...]
-"""Place of a trajectory in its group's tree: (2,) is the third root, (2, 0) its first child."""
+"""Path of a trajectory in its group's tree: (2,) is the third root, (2, 0) its first child."""
 
 # ---- the entropy of a turn
 #
-# The released code measures a SUM over 20 tokens / ln V; ours is the mean per token in nats. PER_NAT (options.py) is
-# the factor between them, by which the released weights were converted.
+# The released code measures a SUM over 20 tokens / ln V. Ours is the mean per token in nats. PER_NAT (options.py) is
+# the factor between the two; the released weights were converted by it.
 
-TOP_K, UPSTREAM_TOKENS = 10, 20
-"""Likeliest tokens and first tokens of a turn, from which the released code measures a turn's entropy."""
+TOP_K = 10
+"""The released code measures the entropy of a token from this many likeliest tokens."""
+UPSTREAM_TOKENS = 20
+"""The released code measures the entropy of a turn from this many first tokens."""
 
 
 def exact_turn_entropy(entropies: Sequence[float], num_tokens: int) -> float:
-    """Return the mean over the first k tokens of the full next-token entropy, nats. [1.0, 0.0, 9.0], k 2 -> 0.5"""
+    """Return the mean full-vocabulary entropy (nats) of the first `num_tokens` tokens. [1.0, 0.0, 9.0], 2 -> 0.5"""
     head = entropies[:num_tokens]
     return sum(head) / len(head) if head else 0.0
 
 
 def upstream_turn_entropy(top_logprobs: Sequence[Sequence[float]], vocab_size: int) -> float:
-    """Return the released measure, a SUM over at most 20 tokens of -p ln p over the top 10, / ln V; in our units.
+    """Return the entropy of a turn as the released code measures it, divided by PER_NAT.
 
-    It is divided by PER_NAT: a turn of 20 tokens has its mean in nats (with the vocabulary of Qwen2.5), a shorter one
-    less, and `branching.weight` acts on it as the released 0.2 acts on the released measure.
+    The released measure is the SUM over at most 20 tokens of -p ln p over the top 10, / ln V. After the division a turn
+    of 20 tokens has its mean in nats (with the vocabulary of Qwen2.5), and a shorter turn has less. `branching.weight`
+    then acts on it as the released 0.2 acts on the released measure.
     """
     rows = top_logprobs[:UPSTREAM_TOKENS]
-    return sum(-math.exp(lp) * lp for row in rows for lp in row[:TOP_K]) / math.log(vocab_size) / PER_NAT
+    total = sum(-math.exp(logprob) * logprob for row in rows for logprob in row[:TOP_K])
+    return total / math.log(vocab_size) / PER_NAT
 
 
 def turn_entropy(
     entropies: Sequence[float], top_logprobs: Sequence[Sequence[float]], cfg: BranchingConfig, vocab_size: int
 ) -> float:
-    """Return the entropy of a turn in nats as `cfg.compat` measures it, from its first tokens."""
+    """Return the entropy of a turn in nats, from its first tokens. `cfg.compat` chooses the measure."""
     if cfg.compat == "upstream":
         return upstream_turn_entropy(top_logprobs, vocab_size)
     return exact_turn_entropy(entropies, cfg.entropy_tokens)
 
 
 def tokens_to_measure(cfg: BranchingConfig) -> tuple[int, int]:
-    """Return how many first tokens of a turn the engine reports entropies of, and how many top logprobs of each."""
+    """Return the number of first tokens whose entropy the engine reports, and the number of top logprobs of each."""
     num_tokens = UPSTREAM_TOKENS if cfg.compat == "upstream" else cfg.entropy_tokens
-    return num_tokens, 0 if cfg.compat == "paper" else TOP_K
+    num_top_logprobs = 0 if cfg.compat == "paper" else TOP_K
+    return num_tokens, num_top_logprobs
 
 
-# ---- what a rule may look at
+# ---- the evidence of a rule
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that a branching rule may look at when it judges a tool result: the first tokens of the turn after it,
-    and those of the first turn, before any tool was called. A branch has its parent's first turn."""
+    """Everything that a branching rule may look at when it judges a tool result.
+
+    Two turns count: the turn after the result, and the first turn, before any tool was called. A branch shares its
+    parent's first turn.
+    """
 
     entropies: tuple[float, ...]
-    """(k,) Next-token entropy (nats, full vocabulary) of each of the turn's first k = branching.entropy_tokens tokens;
-    fewer where the turn was shorter."""
+    """(k,) Next-token entropy (nats, full vocabulary) of the turn's first k = branching.entropy_tokens tokens. Shorter
+    turns have fewer."""
     root_entropies: tuple[float, ...]
-    """(k,) The same of the first turn."""
+    """(k,) The same for the first turn."""
     entropy: float
     """H: mean of `entropies`, nats. (branching.compat=upstream measures it in another way.)"""
     root_entropy: float
-    """H_root: the same of the first turn."""
+    """H_root: the same for the first turn."""
     consecutive: int = 0
     """Branching decisions in a row on this chain before this one (AEPO's l)."""
     turn: int = 0
-    """Index of the turn that `entropies` belong to: 1 is the turn after the first tool result. (Under
-    branching.compat=upstream the turn before the result is judged, so there it is one less.)"""
+    """Index of the turn of `entropies`: 1 is the turn after the first tool result. (branching.compat=upstream judges
+    the turn before the result, so the index is one less.)"""
     calls: tuple[ToolCall, ...] = ()
-    """The calls that were answered: `tag`, `argument`, `result` as the policy reads it, `ok`, `error_kind`, `info`. One
-    with tags, one or more in JSON; none behind a note (rollout.context)."""
+    """The answered calls: `tag`, `argument`, `result` as the policy reads it, `ok`, `error_kind`, `info`. One call with
+    tags, one or more in JSON, none after a note (rollout.context)."""
 
     @property
     def delta_entropy(self) -> float:
-        """H - H_root, nats: positive where the policy has become less certain."""
+        """H - H_root, nats: positive if the policy has become less certain."""
         return self.entropy - self.root_entropy
 
 
@@ -104,7 +112,7 @@ def branch_probability(
 ) -> float:
     """P = clip((base + weight * (H - H_root)) * (1 - penalty * l), 0, 1).
 
-    Entropies in nats. ARPO (penalty 0) and AEPO; l = branching decisions in a row on the chain.
+    ARPO has penalty 0, AEPO more. Entropies in nats; l (`consecutive`) = branching decisions in a row on the chain.
     (0.5, base 0.5, weight 0.2) -> 0.6
     """
     damping = max(0.0, 1.0 - penalty * consecutive)
@@ -114,7 +122,7 @@ def branch_probability(
 def upstream_branch_probability(delta_entropy: float, *, weight: float, consecutive: int, penalty: float) -> float:
     """P = clip(1 - 0.5 / f + weight * dH, 0, 1), f = 1 - penalty * l: (dH 0, l 5, penalty 0.05) -> 0.333.
 
-    For AEPO as released branches if clip((u + weight * dH) * f, 0, 1) >= 0.5, with a uniform u.
+    This is the probability that AEPO as released branches: clip((u + weight * dH) * f, 0, 1) >= 0.5, with a uniform u.
     """
     damping = max(0.0, 1.0 - penalty * consecutive)
     if damping == 0.0:
@@ -123,20 +131,20 @@ def upstream_branch_probability(delta_entropy: float, *, weight: float, consecut
 
 
 def arpo(evidence: Evidence, cfg: BranchingConfig) -> float:
-    """P rises with the entropy: the tool result has made the policy less certain than the question did."""
+    """P rises with the entropy: after the tool result the policy is less certain than after the question."""
     return branch_probability(evidence.delta_entropy, base=cfg.base, weight=cfg.weight)
 
 
 def aepo(evidence: Evidence, cfg: BranchingConfig) -> float:
     """P as in `arpo`, but damped for each branching decision in a row, so that no chain takes the whole budget."""
-    delta, consecutive, penalty = evidence.delta_entropy, evidence.consecutive, cfg.consecutive_penalty
+    damping = {"consecutive": evidence.consecutive, "penalty": cfg.consecutive_penalty}
     if cfg.compat == "upstream":
-        return upstream_branch_probability(delta, weight=cfg.weight, consecutive=consecutive, penalty=penalty)
-    return branch_probability(delta, base=cfg.base, weight=cfg.weight, consecutive=consecutive, penalty=penalty)
+        return upstream_branch_probability(evidence.delta_entropy, weight=cfg.weight, **damping)
+    return branch_probability(evidence.delta_entropy, base=cfg.base, weight=cfg.weight, **damping)
 
 
 def at_random(evidence: Evidence, cfg: BranchingConfig) -> float:
-    """P = base: a control that shows what the entropies are worth."""
+    """P = base, whatever the entropies: a control that shows their worth."""
     return cfg.base
 
 
@@ -146,12 +154,14 @@ RULES: dict[str, Callable[[Evidence, BranchingConfig], float] | None] = {
     "random": at_random,
     "none": None,  # no tool result is judged: plain GRPO
 }
-"""Each value of `branching.selector`, and the function that returns P(branch), 0..1."""
+"""Value of `branching.selector` -> function that returns P(branch), 0..1."""
 
 
 def decide(evidence: Evidence, cfg: BranchingConfig, rng: random.Random) -> tuple[bool, float, float | None]:
-    """Return whether to branch, P, and the draw, which is None where there is a `branching.threshold`. Raises
-    UserError where a rule of the user's returns no probability."""
+    """Return whether to branch, P(branch), and the uniform draw; under `branching.threshold` the draw is None.
+
+    Raises UserError if a rule of the user does not return a probability.
+    """
     probability = ask("branching.selector", cfg.selector, RULES, evidence, cfg)
     probability = number(probability, f"branching.selector={cfg.selector}: P(branch)", 0.0, 1.0)
     if cfg.threshold is not None:
@@ -161,19 +171,21 @@ def decide(evidence: Evidence, cfg: BranchingConfig, rng: random.Random) -> tupl
 
 
 def neutral_probability(decision: BranchDecision, cfg: BranchingConfig) -> float:
-    """Return what P had been for this decision if the entropy had not changed."""
+    """Return P(branch) of this decision if the entropy change were 0."""
     if cfg.selector != "aepo":
         return cfg.base
-    return aepo(Evidence((), (), 0.0, 0.0, decision.consecutive), cfg)
+    unchanged = Evidence((), (), entropy=0.0, root_entropy=0.0, consecutive=decision.consecutive)
+    return aepo(unchanged, cfg)
 
 
-# ---- the number of children of a group, and the trajectories that get them
+# ---- the number of roots and children of a group, and the trajectories that get children
 
 
 def initial_rollouts(group_size: int, root_entropy: float, tool_entropy: float, *, beta: float) -> int:
-    """Return AEPO's number of roots, clip(floor(n * sigmoid(beta * (H_root - mean H_tool))) + 1, 1, n), H in nats.
+    """Return AEPO's number of roots: clip(floor(n * sigmoid(beta * (H_root - mean H_tool))) + 1, 1, n), H in nats.
 
-    The more uncertain the question itself (and not the tool results), the more roots. (16, .2, .2) -> 9
+    The more uncertain the policy is after the question, compared with after tool results, the more roots.
+    (16, .2, .2) -> 9
     """
     share = 1.0 / (1.0 + math.exp(-beta * (root_entropy - tool_entropy)))
     return min(max(math.floor(group_size * share) + 1, 1), group_size)
@@ -183,48 +195,53 @@ def initial_rollouts(group_size: int, root_entropy: float, tool_entropy: float, 
 class BranchBudget:
     """Hands out a group's branch budget in the canonical order (turn, path), whatever the order of arrival.
 
-    Tool latencies must not decide who branches. So a claim is granted when, even if every decision that precedes it
-    in canonical order were to branch, budget would be left for it; it is refused when none can be left; else it waits
-    for the earlier ones. A late grant costs nothing: the child forks at the tool result, which stays where it is.
+    Tool latencies must not decide who branches. A decision to branch is a claim on the budget:
 
-    Budget None = not known yet (AEPO's pre-monitoring phase): everything waits.
+    - It is granted once the budget suffices even if every earlier decision in canonical order branches.
+    - It is refused once no budget can be left for it.
+    - Until then it waits for the earlier decisions. A late grant costs nothing: the child forks at the tool result, and
+      the result does not change.
     """
 
     budget: int | None
+    """Number of children that the group may have; None until it is known (AEPO's pre-monitoring phase): all wait."""
     max_children: int
+    """Number of children of one claim."""
     last_turn: int
     """The last turn at which a decision is possible (= tool calls allowed)."""
     open: dict[Path, int] = field(default_factory=dict)
     """Trajectories that may still decide -> the turn of their next decision."""
     granted: dict[tuple[int, Path], int] = field(default_factory=dict)
-    """(turn, path) -> children."""
+    """Settled claim (turn, path) -> number of children."""
     waiting: set[tuple[int, Path]] = field(default_factory=set)
+    """Claims (turn, path) that are not settled yet."""
 
     @property
     def is_settled(self) -> bool:
-        """True when the budget is known and no trajectory of the group can branch any more."""
+        """True once the budget is known and no trajectory of the group can branch any more."""
         return self.budget is not None and not self.open and not self.waiting
 
     def expect(self, path: Path, turn: int) -> None:
-        """`path` may decide at `turn` next."""
+        """Note that the next decision of `path` may be at `turn`."""
         self.open.pop(path, None)
         if turn <= self.last_turn:
             self.open[path] = turn
 
     def close(self, path: Path) -> None:
-        """`path` has ended."""
+        """Note that `path` has ended."""
         self.open.pop(path, None)
 
     def decided(self, turn: int, path: Path, *, wants: bool) -> None:
-        """Record the decision of `path` at `turn`; `settle` says what comes of it."""
+        """Record the decision of `path` at `turn`. `settle` grants or refuses its claim."""
         self.expect(path, turn + 1)
         if wants:
             self.waiting.add((turn, path))
 
     def settle(self) -> list[tuple[int, Path, list[Path]]]:
-        """The claims that can be decided now, as (turn, path, paths of the new children); no children = refused.
+        """Settle all claims that need not wait. Return them as (turn, path, paths of the new children).
 
-        Children count as open at once (their own decisions come before those of later claims).
+        A refused claim has no children. New children count as open at once, since their own decisions come before
+        later claims.
         """
         settled: list[tuple[int, Path, list[Path]]] = []
         if self.budget is None:
@@ -237,10 +254,10 @@ class BranchBudget:
                 if num_children is None:
                     continue
                 turn, path = claim
+                num_before = sum(count for (_, parent), count in self.granted.items() if parent == path)
                 self.waiting.discard(claim)
                 self.granted[claim] = num_children
-                first = sum(n for (_, p), n in self.granted.items() if p == path) - num_children
-                children = [(*path, first + i) for i in range(num_children)]
+                children = [(*path, num_before + i) for i in range(num_children)]
                 for child in children:
                     self.expect(child, turn + 1)
                 settled.append((turn, path, children))
@@ -248,29 +265,30 @@ class BranchBudget:
         return settled
 
     def _grant(self, claim: tuple[int, Path]) -> int | None:
-        """Children of a claim, or None where it has to wait."""
-        left = self.budget - sum(n for key, n in self.granted.items() if key < claim)
-        ahead = sum(self._most_children((turn, path), claim) for path, turn in self.open.items())
-        ahead += sum(self._most_children(key, claim) for key in self.waiting)
-        if left - ahead >= self.max_children:
+        """Return the number of children of a claim, 0 if it is refused; None if it has to wait."""
+        left = self.budget_before(*claim)
+        may_take = sum(self._most_children((turn, path), claim) for path, turn in self.open.items())
+        may_take += sum(self._most_children(earlier, claim) for earlier in self.waiting)
+        if left - may_take >= self.max_children:
             return self.max_children
-        if ahead == 0 or left <= 0:
+        if may_take == 0 or left <= 0:
             return max(min(left, self.max_children), 0)
         return None
 
-    def _most_children(self, key: tuple[int, Path], claim: tuple[int, Path]) -> int:
-        """Upper bound of the children before `claim` out of the decision `key` and all that follow from it."""
-        if key >= claim:
+    def _most_children(self, earlier: tuple[int, Path], claim: tuple[int, Path]) -> int:
+        """Return the most children that the decision `earlier` and all that follow from it can take before `claim`."""
+        if earlier >= claim:
             return 0
-        num_turns = claim[0] - key[0] + 1
+        # in each turn every trajectory may get max_children, and these decide again in the next turn
+        num_turns = claim[0] - earlier[0] + 1
         return (1 + self.max_children) ** num_turns - 1
 
     def undecided(self) -> Iterator[tuple[int, Path]]:
-        """Yield the (turn, path) at which children may still be granted."""
+        """Yield each (turn, path) that may still get children."""
         yield from self.waiting
         yield from ((turn, path) for path, turn in self.open.items())
 
     def budget_before(self, turn: int, path: Path) -> int:
-        """Budget left when (turn, path) decides, in canonical order."""
+        """Return the budget that is left when (turn, path) decides, in canonical order."""
         assert self.budget is not None
-        return self.budget - sum(n for key, n in self.granted.items() if key < (turn, path))
+        return self.budget - sum(count for claim, count in self.granted.items() if claim < (turn, path))

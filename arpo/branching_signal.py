@@ -1,4 +1,4 @@
-"""The branching signal: whether the entropies act on the decisions, and what they are worth."""
+"""The branching signal: do the entropies change the branch decisions, and do they predict anything? Pure."""
 
 from __future__ import annotations
 
@@ -9,71 +9,98 @@ from arpo.branching import neutral_probability
 from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, Trajectory
 
-NUM_FIRST_STEPS, MIN_MOVED = 3, 0.02
-"""A run whose entropies move P by less than this in each of its first steps is told so."""
+NUM_FIRST_STEPS = 3
+MIN_MOVED = 0.02
+"""A warning follows if the entropies move P by less than MIN_MOVED in each of a run's NUM_FIRST_STEPS first steps."""
 
 
 class BranchingSignal:
-    """The signal metrics of each step of a run, and a warning where entropy branching turns out to be random."""
+    """Computes the signal metrics of each step, and warns if entropy branching turns out to be random."""
 
     def __init__(self, cfg: BranchingConfig):
         self.cfg = cfg
         self.warning = ""
-        """What the user must know of the step that was added last; "" where there is nothing."""
+        """Warning about the newest step, or ""."""
         self._moved: list[float] = []  # `branching/signal` of the steps that had decisions
 
     def add(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Add a step's scored groups, those of all ranks. Return `signal_metrics`."""
+        """Add a step's scored groups of all ranks. Return `signal_metrics`."""
         metrics = signal_metrics(groups, self.cfg)
         self.warning = ""
-        if "branching/signal" in metrics:
-            self._moved.append(metrics["branching/signal"])
-            acts = max(self._moved) >= MIN_MOVED or self.cfg.threshold is not None or self.cfg.selector == "random"
-            if len(self._moved) == NUM_FIRST_STEPS and not acts:
-                self.warning = (
-                    f"warning: the entropies of {NUM_FIRST_STEPS} steps moved P(branch) by {max(self._moved):.3f} at "
-                    "most: this is random branching under another name; raise branching.weight, set "
-                    "branching.threshold, or take configs/arpo_top.yaml"
-                )
+        if "branching/signal" not in metrics:
+            return metrics
+        self._moved.append(metrics["branching/signal"])
+        most_moved = max(self._moved)
+        # a threshold acts on the order of the entropies, and selector=random ignores them on purpose
+        is_fine = most_moved >= MIN_MOVED or self.cfg.threshold is not None or self.cfg.selector == "random"
+        if len(self._moved) == NUM_FIRST_STEPS and not is_fine:
+            self.warning = (
+                f"warning: the entropies of {NUM_FIRST_STEPS} steps moved P(branch) by {most_moved:.3f} at "
+                "most: this is random branching under another name; raise branching.weight, set "
+                "branching.threshold, or take configs/arpo_top.yaml"
+            )
         return metrics
 
 
 def signal_metrics(groups: Sequence[Group], cfg: BranchingConfig) -> dict[str, float]:
-    """Return how far the entropies moved P, and how well they foretold which trajectories fail (docs/metrics.md).
+    """Return how far the entropies moved P, and how well they predicted failed trajectories (docs/metrics.md).
 
     A value that cannot be computed, like a correlation without variance, is left out.
     """
+    return _decision_metrics(groups, cfg) | _failure_metrics(groups) | _difference_metrics(groups)
+
+
+def _decision_metrics(groups: Sequence[Group], cfg: BranchingConfig) -> dict[str, float]:
+    """Return how far the entropies moved P, and how often the trajectories succeed after each outcome."""
     values: dict[str, float] = {}
-    if taken := [decision for _, decision in decisions(groups)]:
+    taken = [decision for _, decision in decisions(groups)]
+    if taken:
         values["branching/signal"] = statistics.fmean(abs(d.probability - neutral_probability(d, cfg)) for d in taken)
         values["branching/probability_std"] = statistics.pstdev(d.probability for d in taken)
         values["branching/delta_entropy_std"] = statistics.pstdev(d.entropy - d.root_entropy for d in taken)
     for outcome in ("branched", "declined"):
         solved = [t.is_solved for t, d in decisions(groups) if t.is_judged and d.outcome == outcome]
-        if known := [float(is_solved) for is_solved in solved if is_solved is not None]:
-            values[f"branching/solved_where_{outcome}"] = statistics.fmean(known)
+        solved = [float(is_solved) for is_solved in solved if is_solved is not None]
+        if solved:
+            values[f"branching/solved_where_{outcome}"] = statistics.fmean(solved)
+    return values
+
+
+def _failure_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return how well the entropy after a tool result predicts that the trajectory fails."""
+    values: dict[str, float] = {}
     turns = list(turns_after_results(groups))
-    entropies, failures = [entropy for entropy, _, _ in turns], [failed for _, _, failed in turns]
+    entropies = [entropy for entropy, _, _ in turns]
     deltas = [entropy - root_entropy for entropy, root_entropy, _ in turns]
+    failures = [failed for _, _, failed in turns]
     for name, signal in {"predicts_failure": entropies, "predicts_failure_delta": deltas}.items():
         if len(set(signal)) > 1 and len(set(failures)) > 1:
             values[f"branching/{name}"] = statistics.correlation(signal, failures)
-    if quarter := len(turns) // 4:
-        by_entropy = [failed for _, failed in sorted(zip(entropies, failures, strict=True), key=lambda pair: pair[0])]
+    quarter = len(turns) // 4
+    if quarter:
+        pairs = sorted(zip(entropies, failures, strict=True), key=lambda pair: pair[0])
+        by_entropy = [failed for _, failed in pairs]
         values["branching/failed_low_entropy"] = statistics.fmean(by_entropy[:quarter])
         values["branching/failed_high_entropy"] = statistics.fmean(by_entropy[-quarter:])
-    if branches := list(branch_points(groups)):
-        entropies, differ = zip(*branches, strict=True)
-        values["branching/branches_differ"] = statistics.fmean(differ)
-        if len(set(entropies)) > 1 and len(set(differ)) > 1:
-            values["branching/predicts_difference"] = statistics.correlation(entropies, differ)
+    return values
+
+
+def _difference_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return how often a branch's reward differs from its parent's, and how well the entropy predicts this."""
+    branches = list(branch_points(groups))
+    if not branches:
+        return {}
+    entropies, differ = zip(*branches, strict=True)
+    values = {"branching/branches_differ": statistics.fmean(differ)}
+    if len(set(entropies)) > 1 and len(set(differ)) > 1:
+        values["branching/predicts_difference"] = statistics.correlation(entropies, differ)
     return values
 
 
 def branch_points(groups: Sequence[Group]) -> Iterator[tuple[float, float]]:
-    """Yield (H, 1.0 if its reward is another than its parent's else 0.0) of each branch.
+    """Yield (H, 1.0 if branch and parent have different rewards else 0.0) of each branch.
 
-    H, in nats, is that of the turn after the result at which it left its parent, as the parent sampled it.
+    H, in nats, is the entropy of the turn after the fork, as the parent sampled it.
     """
     for group in groups:
         by_id = {t.trajectory_id: t for t in group.trajectories if t.is_judged}
@@ -85,7 +112,7 @@ def branch_points(groups: Sequence[Group]) -> Iterator[tuple[float, float]]:
 
 
 def decisions(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, BranchDecision]]:
-    """Yield (trajectory, decision) of all decisions that a rule took, in order; retrospective selectors have no P."""
+    """Yield (trajectory, decision) of all decisions by a rule, in order. Retrospective selectors have no P."""
     for group in groups:
         for trajectory in group.trajectories:
             taken = (turn.decision for turn in trajectory.turns if turn.decision)
@@ -95,10 +122,11 @@ def decisions(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, BranchDecis
 def turns_after_results(groups: Sequence[Group]) -> Iterator[tuple[float, float, float]]:
     """Yield (H, H_root, 1.0 if the trajectory failed else 0.0) of each turn after a tool result, nats.
 
-    Inherited turns count for the trajectory that sampled them; those that ended in an error of ours do not count.
+    Inherited turns count for the trajectory that sampled them. Trajectories with an infrastructure error do not count.
     """
     for trajectory in (t for group in groups for t in group.trajectories if t.is_judged):
-        root_entropy, failed = trajectory.turns[0].entropy, float(trajectory.reward <= 0)
+        root_entropy = trajectory.turns[0].entropy
+        failed = float(trajectory.reward <= 0)
         for turn in trajectory.turns[1:]:
             if not turn.inherited and turn.entropy is not None:
                 yield turn.entropy, root_entropy, failed

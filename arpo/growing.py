@@ -1,30 +1,33 @@
-"""The rollout's memory of what is under way: a group's tree, and each of its trajectories while it grows. Pure."""
+"""The rollout's memory of unfinished work: each trajectory while it grows, and the tree of its group. Pure."""
 
 from __future__ import annotations
 
 import hashlib
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from arpo.branching import BranchBudget, Evidence, Path, initial_rollouts
+from arpo.branching import BranchBudget, Evidence, Path, decide, initial_rollouts
 from arpo.options import BranchingConfig, RolloutConfig, is_retrospective
-from arpo.protocol.calls import LIMIT_REACHED, TOOL_LIMIT_REACHED
+from arpo.protocol import Codec
+from arpo.protocol.calls import LIMIT_REACHED, TOOL_LIMIT_REACHED, TRUNCATION_MARK, Call
 from arpo.protocol.stop_watch import StopWatch
-from arpo.trajectory import BranchDecision, Group, Prompt, Trajectory
+from arpo.trajectory import BranchDecision, Context, Group, Prompt, ToolCall, Trajectory, Turn
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A taken branch decision, until its budget is settled."""
+    """A branch decision, as it was taken. Later the budget settles how many children it gets."""
 
     evidence: Evidence
     wants: bool
     probability: float | None
     draw: float | None
     refused_by: str = ""
-    """The tool whose open session forbids a branch: then nothing was drawn."""
+    """Tool whose open session forbids a branch; then no number was drawn."""
 
     def outcome(self, num_children: int) -> str:
-        """Return what became of the decision, for the record."""
+        """Return the outcome for the record, given the number of children."""
         if self.refused_by:
             return "refused"
         if not self.wants:
@@ -40,19 +43,19 @@ class Live:
     group: GroupState
     path: Path
     evidence: Evidence | None = None
-    """Evidence of the newest measured turn, None before there is one; a branch begins with its parent's."""
+    """Evidence of the newest measured turn, None before the first. A branch begins with its parent's."""
     entropies: list[float] = field(default_factory=list)
     """Next-token entropies (nats) of the current turn's first tokens, as far as sampled."""
     top_logprobs: list[list[float]] = field(default_factory=list)
-    """The largest logprobs of those tokens; empty where the entropy is measured exactly."""
+    """The largest logprobs of each of those tokens; empty if the entropy is measured exactly."""
     began_at_s: float | None = None
-    """Time of its first own token."""
+    """Time of the first token that this trajectory sampled itself."""
     num_calling: int = 0
-    """Number of the current turn's calls whose results are not there yet."""
+    """Number of the current turn's calls without a result yet."""
     has_failed: bool = False
-    """True once a call of the current turn has failed through us."""
+    """True once a call of the current turn has ended in an infrastructure error."""
     watch: StopWatch | None = None
-    """Set where the turn was cut, and a stop string may lie across the cut."""
+    """Set if the turn was cut in two, and a stop string may lie across the cut."""
 
     @property
     def turn_index(self) -> int:
@@ -60,28 +63,103 @@ class Live:
 
     @property
     def owner(self) -> tuple[str, str]:
-        """Name of the trajectory, among all that are under way: prompt_id and trajectory_id."""
+        """Unique name of the trajectory: prompt_id and trajectory_id."""
         return self.group.prompt.prompt_id, self.trajectory.trajectory_id
 
     @property
     def key(self) -> str:
+        """Unique name of the current turn, and of its request to the engine."""
         return f"{self.group.prompt.prompt_id}|{self.trajectory.trajectory_id}|{self.turn_index}"
 
     def room(self, cfg: RolloutConfig) -> int:
-        """Return how many more tokens what the policy has before it may have."""
+        """Return how many tokens can still be added to the context."""
         num_prompt = len(self.group.prompt.token_ids)
         room = cfg.max_response_tokens - self.trajectory.num_context_tokens(num_prompt)
         if cfg.context == "append":
             return room
-        total = num_prompt + len(self.trajectory.token_ids) + sum(len(c.token_ids) for c in self.trajectory.contexts)
+        # a context policy may replace the context, but all that it read counts
+        num_replaced = sum(len(context.token_ids) for context in self.trajectory.contexts)
+        total = num_prompt + len(self.trajectory.token_ids) + num_replaced
         return min(room, cfg.max_trajectory_tokens - total)
 
-    def measured(self, entropy: float) -> None:
-        """Note the current turn's entropy, and with its first tokens renew the evidence."""
-        turn, entropies = self.trajectory.turns[-1], tuple(self.entropies)
-        turn.entropy, turn.token_entropies = entropy, list(entropies)
-        known = self.evidence or Evidence(entropies, entropies, entropy, entropy)  # the first turn is its own root
-        self.evidence = replace(known, entropies=entropies, entropy=entropy, turn=self.turn_index)
+    def begin_turn(self, *, is_note: bool) -> None:
+        """Append an empty turn to the trajectory."""
+        start = len(self.trajectory.token_ids)
+        self.trajectory.turns.append(Turn(start=start, end=start, result_end=start, is_note=is_note))
+        self.entropies = []
+        self.top_logprobs = []
+
+    def add_sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], *, step: int | None) -> None:
+        """Append sampled tokens to the current turn. step: training step that samples now; None without carry-over."""
+        trajectory = self.trajectory
+        if step is not None and token_ids:
+            trajectory.sampled_in(step)
+        trajectory.token_ids += token_ids
+        trajectory.loss_mask += [1] * len(token_ids)
+        trajectory.rollout_logprobs += logprobs
+        turn = trajectory.turns[-1]
+        turn.end = len(trajectory.token_ids)
+        turn.result_end = turn.end
+
+    def append_results_if_they_fit(self, codec: Codec, room: int) -> bool:
+        """Append the turn's results, cut to `room` tokens. Return False, and change nothing, if they do not fit.
+
+        Results that the turn had already are replaced.
+        """
+        trajectory = self.trajectory
+        turn = trajectory.turns[-1]
+        rendered = codec.encode_results(turn.tool_calls, room, last_token=trajectory.token_ids[turn.end - 1])
+        if rendered is None:
+            return False
+        texts, token_ids = rendered
+        turn.tool_calls = [replace(call, result=text) for call, text in zip(turn.tool_calls, texts, strict=True)]
+        trajectory.token_ids[turn.end :] = token_ids
+        # loss_mask 0: the policy did not sample results, so they get no gradient
+        trajectory.loss_mask[turn.end :] = [0] * len(token_ids)
+        trajectory.rollout_logprobs[turn.end :] = [0.0] * len(token_ids)
+        turn.result_end = len(trajectory.token_ids)
+        return True
+
+    def append_note_request(self, codec: Codec, cfg: RolloutConfig, request: str) -> bool:
+        """Append a request for a note to the last result. Return False, and change nothing, if not all of it fits."""
+        turn = self.trajectory.turns[-1]
+        calls = turn.tool_calls
+        num_result_tokens = turn.result_end - turn.end
+        turn.tool_calls = [*calls[:-1], replace(calls[-1], result=calls[-1].result + request)]
+        # the results are written anew, so their tokens are free again; one token is left for the note
+        fits = self.append_results_if_they_fit(codec, self.room(cfg) + num_result_tokens - 1)
+        if fits and not turn.tool_calls[-1].result.endswith(TRUNCATION_MARK):
+            return True
+        turn.tool_calls = calls
+        self.append_results_if_they_fit(codec, num_result_tokens)
+        return False
+
+    def replace_context(self, token_ids: list[int], cfg: RolloutConfig) -> bool:
+        """Let the next turn read `token_ids` in place of all before. Return False, and change nothing, without room."""
+        contexts = self.trajectory.contexts
+        contexts.append(Context(len(self.trajectory.token_ids), token_ids))
+        if self.room(cfg) > 0:
+            return True
+        contexts.pop()
+        return False
+
+    def decode(self, codec: Codec) -> None:
+        """Fill the text of the ended trajectory, and the characters that each token adds to it."""
+        t = self.trajectory
+        cuts = [context.start for context in t.contexts]
+        t.segments = codec.segments(t.token_ids, t.loss_mask, cuts)
+        t.text = "".join(text for text, _ in t.segments)
+        t.token_chars = codec.token_chars(t.token_ids, t.loss_mask, t.segments, cuts)
+
+    def set_entropy(self, entropy: float) -> None:
+        """Set the current turn's entropy (nats), and make it the newest evidence."""
+        entropies = tuple(self.entropies)
+        turn = self.trajectory.turns[-1]
+        turn.entropy = entropy
+        turn.token_entropies = list(entropies)
+        # the first turn of the tree is its own root
+        earlier = self.evidence or Evidence(entropies, entropies, entropy=entropy, root_entropy=entropy)
+        self.evidence = replace(earlier, entropies=entropies, entropy=entropy, turn=self.turn_index)
 
 
 @dataclass
@@ -92,33 +170,53 @@ class GroupState:
     size: int
     budget: BranchBudget
     seed: str = ""
-    """Name of its random numbers: the run's seed and the rollout in which it began."""
+    """Name of the group's random numbers: the run's seed and the rollout in which the group began."""
     trajectories: dict[Path, Trajectory] = field(default_factory=dict)
     decisions: dict[tuple[int, Path], Decision] = field(default_factory=dict)
+    """(turn, path) -> decision."""
     wall_s: dict[Path, float] = field(default_factory=dict)
-    """Seconds of each finished trajectory, from its first own token to its end."""
+    """Seconds of each finished trajectory, from the first token that it sampled itself to its end."""
     num_rounds: int = 0
     """Rounds of forks that a retrospective selector has chosen."""
 
     @classmethod
     def begin(cls, prompt: Prompt, rollout: RolloutConfig, cfg: BranchingConfig, seed: str) -> tuple[GroupState, int]:
-        """Return a group without trajectories, and how many roots it begins with."""
+        """Return a group without trajectories, and the number of roots to start."""
         size = rollout.group_size
-        roots = 1 if cfg.dynamic_budget else min(cfg.num_initial_rollouts, size)
+        num_roots = 1 if cfg.dynamic_budget else min(cfg.num_initial_rollouts, size)
+        never_branches = cfg.selector == "none" or is_retrospective(cfg.selector)
         budget = BranchBudget(
-            budget=None if cfg.dynamic_budget else size - roots,
+            budget=None if cfg.dynamic_budget else size - num_roots,
             max_children=cfg.max_branches_per_turn,
-            last_turn=0 if cfg.selector == "none" or is_retrospective(cfg.selector) else rollout.max_turns - 1,
+            last_turn=0 if never_branches else rollout.max_turns - 1,
         )
-        return cls(prompt, size, budget, seed), roots
+        return cls(prompt, size, budget, seed), num_roots
 
-    def roots_after(self, pilot: Trajectory, beta: float) -> int:
-        """AEPO: the finished pre-monitoring trajectory (kept as root 0) decides how many roots there are."""
+    def num_roots_after(self, pilot: Trajectory, beta: float) -> int:
+        """AEPO: return the number of roots, from the entropies of the finished pre-monitoring trajectory, root 0."""
         root_entropy = pilot.turns[0].entropy or 0.0
-        after_tools = [t.entropy for t in pilot.turns[1:] if t.entropy is not None]
+        after_tools = [turn.entropy for turn in pilot.turns[1:] if turn.entropy is not None]
         # Without a tool call there is no H_tool: taken as equal, so half the group (plus one) starts as roots.
         tool_entropy = sum(after_tools) / len(after_tools) if after_tools else root_entropy
         return initial_rollouts(self.size, root_entropy, tool_entropy, beta=beta)
+
+    def decide(self, live: Live, cfg: BranchingConfig, *, refused_by: str) -> None:
+        """Take the branch decision on the tool result before the current turn of `live`, and claim the budget.
+
+        refused_by: tool whose open session forbids a branch, or "".
+        """
+        evidence = live.evidence
+        turn = live.turn_index
+        if refused_by:
+            decision = Decision(evidence, wants=False, probability=None, draw=None, refused_by=refused_by)
+        else:
+            answered = tuple(live.trajectory.turns[turn - 1].tool_calls)
+            rng = random.Random(f"{self.seed}|{live.key}")
+            wants, probability, draw = decide(replace(evidence, calls=answered), cfg, rng)
+            decision = Decision(evidence, wants=wants, probability=probability, draw=draw)
+        self.decisions[turn, live.path] = decision
+        live.evidence = replace(evidence, consecutive=evidence.consecutive + 1 if decision.wants else 0)
+        self.budget.decided(turn, live.path, wants=decision.wants)
 
     @property
     def seconds(self) -> list[float]:
@@ -129,20 +227,25 @@ class GroupState:
     def num_roots(self) -> int:
         return sum(len(path) == 1 for path in self.trajectories)
 
-    def finish(self) -> Group:
-        """Write the decision records, check the invariants."""
-        for (turn, path), d in self.decisions.items():
-            children = self.budget.granted.get((turn, path), 0)
+    @property
+    def is_finished(self) -> bool:
+        """True once all trajectories of the group have ended."""
+        return len(self.wall_s) == self.size
+
+    def to_group(self) -> Group:
+        """Return the finished group. Writes the branch decisions into its turns, and checks the invariants."""
+        for (turn, path), decision in self.decisions.items():
+            num_children = self.budget.granted.get((turn, path), 0)
             self.trajectories[path].turns[turn].decision = BranchDecision(
-                d.evidence.entropy,
-                d.evidence.root_entropy,
-                d.probability,
-                d.draw,
-                d.evidence.consecutive,
+                entropy=decision.evidence.entropy,
+                root_entropy=decision.evidence.root_entropy,
+                probability=decision.probability,
+                draw=decision.draw,
+                consecutive=decision.evidence.consecutive,
                 budget_left=self.budget.budget_before(turn, path),
-                num_children=children,
-                outcome=d.outcome(children),
-                refused_by=d.refused_by,
+                num_children=num_children,
+                outcome=decision.outcome(num_children),
+                refused_by=decision.refused_by,
             )
         trajectories = [self.trajectories[path] for path in sorted(self.trajectories)]
         assert len(trajectories) == self.size, (self.prompt.prompt_id, len(trajectories))
@@ -151,17 +254,34 @@ class GroupState:
         return Group(self.prompt, trajectories)
 
 
-def refused(trajectory: Trajectory, tag: str, cfg: RolloutConfig) -> str:
-    """Return the text that the model reads instead of a result of one more call; "" where the call may run."""
-    calls, limit = [call.tag for call in trajectory.tool_calls], cfg.call_limits.get(tag)
-    if len(calls) >= cfg.max_tool_calls:
+def record_of(call: Call, trajectory: Trajectory, cfg: RolloutConfig) -> ToolCall:
+    """Return the record of a new call. If it must not run (malformed, over a limit), its result says why."""
+    over_limit = limit_message(trajectory, call.tag, cfg)
+    error_kind = "limit" if over_limit else call.error_kind
+    return ToolCall(
+        call.tag,
+        call.argument,
+        result=over_limit or call.error,
+        ok=False,
+        error_kind=error_kind,
+        executed=not error_kind,
+    )
+
+
+def limit_message(trajectory: Trajectory, tag: str, cfg: RolloutConfig) -> str:
+    """Return the text that the model reads in place of a result if a further call is over a limit; else ""."""
+    tags = [call.tag for call in trajectory.tool_calls]
+    if len(tags) >= cfg.max_tool_calls:
         return LIMIT_REACHED.format(limit=cfg.max_tool_calls)
-    return "" if limit is None or calls.count(tag) < limit else TOOL_LIMIT_REACHED.format(limit=limit, tag=tag)
+    limit = cfg.call_limits.get(tag)
+    if limit is not None and tags.count(tag) >= limit:
+        return TOOL_LIMIT_REACHED.format(limit=limit, tag=tag)
+    return ""
 
 
-def number_of(text: str) -> int:
-    """Return 32 bits of a text.
+def seed_from(text: str) -> int:
+    """Return a seed of 32 bits from a text.
 
-    By a chance of 1e-6 two of a hundred requests of a group share theirs, and so draw the same noise.
+    Of 100 requests in a group, two get the same seed, and so the same noise, with a probability of 1e-6.
     """
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())

@@ -1,9 +1,9 @@
-"""Retrospective selectors, which are pure: they say where to fork a group whose trajectories have all ended.
+"""Retrospective selectors: they choose where to fork a group after all its trajectories have ended. Pure.
 
-A rule of branching.py judges a tool result a moment after it has come; a retrospective selector sees how everything
-went on, and so neither tool latencies nor the order of arrival can matter. It gets the group (without trajectories that
-ended in an error of ours), the number of forks of this round, its config section and a random generator. A selector of
-your own is one function, in a file of yours (branching.selector=FILE.py:NAME) or with one line in EXPANSIONS.
+A rule of branching.py judges a tool result a moment after it has come. A retrospective selector sees how everything
+went on, so neither tool latencies nor the order of arrival can matter. It gets the group (without trajectories that
+failed through us), the number of forks of this round, its config section and a random generator. A selector of your own
+is one function, in a file of yours (branching.selector=FILE.py:NAME) or with one line in EXPANSIONS.
 """
 
 from __future__ import annotations
@@ -23,48 +23,56 @@ from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, StopReason, Trajectory
 
 SIBLING_PENALTY = 0.05
-"""What each further turn sampled at the same place takes off a turn's score (nats per token)."""
+"""Each further turn that was sampled at the same place lowers a turn's score by this (nats per token)."""
 
 
 class Fork(NamedTuple):
-    """A place to fork. The new trajectory begins where the turn begins, so the turn is sampled anew."""
+    """A new trajectory that begins where a turn of another one begins, and samples that turn anew."""
 
     trajectory_id: str
     turn: int
-    """Index of the turn. Before it everything is shared, the tool result included; 0 makes a new root."""
+    """Index of the turn. Everything before it is shared, the tool result included. 0 makes a new root."""
     score: float | None = None
-    """What the selector chose it by, for the record; None where chance chose."""
+    """The selector's score of the turn, for the record; None if chance chose."""
+
+
+# ---- turns of a tree, for selectors
 
 
 Start = tuple[str, int]
-"""Where a turn begins: (trajectory_id of the one that sampled the turn before, index of the turn); ("", 0) = at the
-prompt. Turns that begin at the same place of the tree have the same."""
+"""Place in the tree where a turn begins: (trajectory_id of the trajectory that sampled the turn before, index of the
+turn); ("", 0) = at the prompt. Turns that begin at the same place have the same Start."""
 
 
-def starts(group: Group) -> dict[tuple[str, int], Start]:
-    """Return where each turn of each trajectory begins, inherited turns included, by (trajectory_id, turn).
+def turn_starts(group: Group) -> dict[tuple[str, int], Start]:
+    """Return the start of each turn of each trajectory, inherited turns included, by (trajectory_id, turn).
 
     "0.0", a branch of "0" at turn 1: {("0", 0): ("", 0), ("0", 1): ("0", 1), ("0.0", 0): ("", 0), ("0.0", 1): ("0", 1)}
     """
-    by_id, found = {t.trajectory_id: t for t in group.trajectories}, {}
+    by_id = {t.trajectory_id: t for t in group.trajectories}
+    starts: dict[tuple[str, int], Start] = {}
     for t in group.trajectories:
         for turn in range(len(t.turns)):
             writer = t
             while turn and writer.turns[turn - 1].inherited:
                 writer = by_id[writer.parent_id]
-            found[t.trajectory_id, turn] = (writer.trajectory_id if turn else "", turn)
-    return found
+            starts[t.trajectory_id, turn] = (writer.trajectory_id if turn else "", turn)
+    return starts
 
 
-def own_turns(group: Group) -> list[tuple[tuple[Trajectory, int], Start]]:
-    """Return ((trajectory, turn), where it begins) of every turn of the tree, once: with the one that sampled it."""
-    by_id, begin = {t.trajectory_id: t for t in group.trajectories}, starts(group)
-    return [((by_id[n], k), start) for (n, k), start in begin.items() if not by_id[n].turns[k].inherited]
+def sampled_turns(group: Group) -> list[tuple[tuple[Trajectory, int], Start]]:
+    """Return ((trajectory, turn), start) of every turn of the tree, once: with the trajectory that sampled it."""
+    by_id = {t.trajectory_id: t for t in group.trajectories}
+    return [
+        ((by_id[trajectory_id], turn), start)
+        for (trajectory_id, turn), start in turn_starts(group).items()
+        if not by_id[trajectory_id].turns[turn].inherited
+    ]
 
 
 def times_sampled(group: Group) -> Counter[Start]:
     """Return how many turns of the tree begin at each place."""
-    return Counter(start for _, start in own_turns(group))
+    return Counter(start for _, start in sampled_turns(group))
 
 
 def surprise(t: Trajectory, turn: int) -> float:
@@ -73,8 +81,8 @@ def surprise(t: Trajectory, turn: int) -> float:
     return -sum(logprobs) / max(len(logprobs), 1)
 
 
-def best(candidates: list[Fork], budget: int, rng: random.Random) -> list[Fork]:
-    """Return the `budget` candidates with the largest scores, best first; chance decides between equal ones."""
+def highest_scores(candidates: list[Fork], budget: int, rng: random.Random) -> list[Fork]:
+    """Return the `budget` candidates with the highest scores, best first. Chance decides between equal scores."""
     return sorted(candidates, key=lambda fork: (-fork.score, rng.random()))[:budget]
 
 
@@ -82,38 +90,45 @@ def best(candidates: list[Fork], budget: int, rng: random.Random) -> list[Fork]:
 
 
 def tree_grpo(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
-    """Uniformly, with replacement, after any turn that a tool answered, or at the root of any tree (Tree-GRPO, arXiv
-    2509.21240). The control that shows what a choice is worth. A fork at a root begins a tree of its own, so that the
-    credit `inter_intra` compares it with no other tail; the paper leaves that open, and its code was not at hand."""
-    places = [
+    """Choose at random, with replacement, among all turns after a tool result and the root of each tree.
+
+    This is Tree-GRPO (arXiv 2509.21240), and the control that shows how much a choice is worth. A fork at a root begins
+    a tree of its own, so the credit `inter_intra` compares it with no other tail. The paper leaves that open, and its
+    code was not at hand.
+    """
+    candidates = [
         Fork(t.trajectory_id, turn)
         for t in group.trajectories
         for turn in range(len(t.turns))
-        if not t.turns[max(turn - 1, 0)].inherited  # a shared place counts once, for the one that made it
+        # a shared place counts once, for the trajectory that sampled the turn before it
+        if not t.turns[max(turn - 1, 0)].inherited
     ]
-    return rng.choices(places, k=budget) if places else []
+    return rng.choices(candidates, k=budget) if candidates else []
 
 
 def at2po(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
-    """The turns that the policy was least sure of: mean(-log pi) - 0.05 * max(0, siblings - 1) (AT2PO).
+    """Choose the turns of which the policy was least sure: mean(-log pi) - 0.05 * max(0, siblings - 1) (AT2PO).
 
     `siblings` counts the turns that begin where this one does, itself included.
     """
-    siblings, scored = times_sampled(group), []
-    for (t, turn), start in own_turns(group):
-        scored.append(Fork(t.trajectory_id, turn, surprise(t, turn) - SIBLING_PENALTY * (siblings[start] - 1)))
-    return best(scored, budget, rng)
+    siblings = times_sampled(group)
+    candidates = []
+    for (t, turn), start in sampled_turns(group):
+        score = surprise(t, turn) - SIBLING_PENALTY * (siblings[start] - 1)
+        candidates.append(Fork(t.trajectory_id, turn, score))
+    return highest_scores(candidates, budget, rng)
 
 
 def top_h(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
-    """The most uncertain turns after a tool result: H - 0.05 nats * (siblings - 1)."""
+    """Choose the turns after a tool result with the highest entropy: H - 0.05 nats * (siblings - 1)."""
     siblings = times_sampled(group)
-    scored = [
-        Fork(t.trajectory_id, turn, t.turns[turn].entropy - SIBLING_PENALTY * (siblings[start] - 1))
-        for (t, turn), start in own_turns(group)
-        if turn > 0 and t.turns[turn].entropy is not None
-    ]
-    return best(scored, budget, rng)
+    candidates = []
+    for (t, turn), start in sampled_turns(group):
+        entropy = t.turns[turn].entropy
+        if turn > 0 and entropy is not None:
+            score = entropy - SIBLING_PENALTY * (siblings[start] - 1)
+            candidates.append(Fork(t.trajectory_id, turn, score))
+    return highest_scores(candidates, budget, rng)
 
 
 EXPANSIONS: dict[str, Callable[[Group, int, BranchingConfig, random.Random], list[Fork]]] = {
@@ -121,98 +136,107 @@ EXPANSIONS: dict[str, Callable[[Group, int, BranchingConfig, random.Random], lis
     "at2po": at2po,
     "top_h": top_h,
 }
-"""Values of `branching.selector` besides those of RULES. Each returns at most `budget` forks; more are left out, and
-what is missing to the group's size after the last round is filled with fresh roots."""
+"""Values of `branching.selector` besides those of RULES. Each function returns at most `budget` forks; further ones are
+ignored. If the group is not full after the last round, fresh roots fill it."""
 
 
-# ---- rounds of forks in a group that the rollout lets grow
+# ---- rounds of forks in a group that still grows
 
 
-def next_forks(
-    group: GroupState, finished: Group, cfg: BranchingConfig, seed: str, refusal: Callable[[Iterable[str]], str]
-) -> list[Fork]:
-    """Return the forks of the group's next round, and note them in the turns they chose.
+def finished_so_far(group: GroupState) -> Group | None:
+    """Return the trajectories started so far, or None while one of them is growing.
 
-    Each round may make an equal part of the forks that are left. `seed` names the rollout. `refusal` returns the tool,
-    of those called before a fork, whose session allows none; such a fork is noted and left out.
+    Trajectories that ended in an infrastructure error are left out, and so are their branches.
     """
-    left = group.size - len(group.trajectories)
-    budget = math.ceil(left / (cfg.expansion_rounds - group.num_rounds))
-    group.num_rounds += 1
-    rng = random.Random(f"{seed}|{group.prompt.prompt_id}|round {group.num_rounds}")
-    forks = chosen_forks(finished, budget, cfg, rng)
-    by_id = {t.trajectory_id: t for t in finished.trajectories}
-    allowed = []
-    for fork in forks:
-        called = [call for t in by_id[fork.trajectory_id].turns[: fork.turn] for call in t.tool_calls]
-        refused_by = refusal(call.tag for call in called if call.executed)
-        _record(group, fork, left - len(allowed), refused_by)
-        allowed += [] if refused_by else [fork]
-    return allowed
-
-
-def chosen_forks(finished: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
-    """Return the first `budget` forks that the selector chooses. Raises UserError where one of the user's does not
-    return forks at turns that are there, with finite scores."""
-    # NaN and not None or 0: whatever is computed from it is NaN, and a score that is NaN is refused below.
-    seen = finished.as_seen(reward=math.nan) if is_own(cfg.selector) else finished
-    what = f"branching.selector={cfg.selector}"
-    found = ask("branching.selector", cfg.selector, EXPANSIONS, seen, budget, cfg, rng)
-    num_turns = {t.trajectory_id: len(t.turns) for t in finished.trajectories}
-    forks = []
-    for fork in instance(found, f"{what}: the returned value", list)[:budget]:
-        instance(fork, f"{what}: an entry of the returned list", Fork)
-        if fork.trajectory_id not in num_turns:
-            known = ", ".join(num_turns)
-            raise UserError(f"{what}: there is no trajectory {shown(fork.trajectory_id)} to fork; there are {known}")
-        where = f"{what}: in the Fork of trajectory {fork.trajectory_id}"
-        turn = integer(fork.turn, f"{where}, the turn", 0, num_turns[fork.trajectory_id] - 1)
-        is_nan = isinstance(fork.score, float) and math.isnan(fork.score)
-        hint = " (what a selector does not see is NaN: logprobs of results, rewards)" if is_nan else ""
-        score = None if fork.score is None else number(fork.score, f"{where} at turn {turn}, the score{hint}")
-        forks.append(Fork(fork.trajectory_id, turn, score))
-    return forks
-
-
-def finished_part(group: GroupState) -> Group | None:
-    """Return the trajectories started so far; None while one is growing. Those that an error of ours ended are not
-    among them, nor are their branches."""
     ordered = sorted(group.trajectories.items())
     if any(t.stop_reason is None for _, t in ordered):
         return None
     failed = [path for path, t in ordered if t.stop_reason == StopReason.ERROR]
-    return Group(group.prompt, [t for path, t in ordered if not any(path[: len(f)] == f for f in failed)])
+    kept = [t for path, t in ordered if not any(path[: len(root)] == root for root in failed)]
+    return Group(group.prompt, kept)
 
 
-def place(group: GroupState, fork: Fork) -> tuple[Path, Path]:
-    """Return the path of a fork's parent, which is the trajectory that sampled the turn before, and of the new child.
+def next_forks(
+    group: GroupState, finished: Group, cfg: BranchingConfig, refusal: Callable[[Iterable[str]], str]
+) -> list[Fork]:
+    """Return the forks of the group's next round, and record them in the turns they chose.
+
+    The forks that are left are spread evenly over the rounds that are left. `refusal` gets the tags of the calls before
+    a fork, and returns the tool whose session forbids it, or "". Such a fork is recorded and left out.
+    """
+    num_left = group.size - len(group.trajectories)
+    budget = math.ceil(num_left / (cfg.expansion_rounds - group.num_rounds))
+    group.num_rounds += 1
+    rng = random.Random(f"{group.seed}|{group.prompt.prompt_id}|round {group.num_rounds}")
+    by_id = {t.trajectory_id: t for t in finished.trajectories}
+    allowed = []
+    for fork in chosen_forks(finished, budget, cfg, rng):
+        turns_before = by_id[fork.trajectory_id].turns[: fork.turn]
+        refused_by = refusal(call.tag for turn in turns_before for call in turn.tool_calls if call.executed)
+        _record(group, fork, budget_left=num_left - len(allowed), refused_by=refused_by)
+        if not refused_by:
+            allowed.append(fork)
+    return allowed
+
+
+def chosen_forks(finished: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
+    """Return the first `budget` forks that the selector chooses.
+
+    Raises UserError if a selector of the user returns anything but forks at existing turns with finite scores.
+    """
+    # Rewards are NaN for a user's selector, not None or 0: all that is computed from NaN is NaN, and refused below.
+    visible = finished.as_seen(reward=math.nan) if is_own(cfg.selector) else finished
+    what = f"branching.selector={cfg.selector}"
+    returned = ask("branching.selector", cfg.selector, EXPANSIONS, visible, budget, cfg, rng)
+    num_turns = {t.trajectory_id: len(t.turns) for t in finished.trajectories}
+    forks = []
+    for fork in instance(returned, f"{what}: the returned value", list)[:budget]:
+        instance(fork, f"{what}: an entry of the returned list", Fork)
+        if fork.trajectory_id not in num_turns:
+            ids = ", ".join(num_turns)
+            raise UserError(f"{what}: there is no trajectory {shown(fork.trajectory_id)} to fork; there are {ids}")
+        where = f"{what}: in the Fork of trajectory {fork.trajectory_id}"
+        turn = integer(fork.turn, f"{where}, the turn", 0, num_turns[fork.trajectory_id] - 1)
+        score = None
+        if fork.score is not None:
+            is_nan = isinstance(fork.score, float) and math.isnan(fork.score)
+            hint = " (what a selector does not see is NaN: logprobs of results, rewards)" if is_nan else ""
+            score = number(fork.score, f"{where} at turn {turn}, the score{hint}")
+        forks.append(Fork(fork.trajectory_id, turn, score))
+    return forks
+
+
+def paths_of(group: GroupState, fork: Fork) -> tuple[Path, Path]:
+    """Return the paths of the fork's parent, the trajectory that sampled the turn before, and of the new child.
 
     At turn 0 there is no parent: its path is (), and the child is the next root.
     """
-    parent = _writer(group, fork.trajectory_id, fork.turn - 1) if fork.turn else ()
-    return parent, (*parent, sum(path[:-1] == parent for path in group.trajectories))
+    parent = _path_of_writer(group, fork.trajectory_id, fork.turn - 1) if fork.turn else ()
+    num_siblings = sum(path[:-1] == parent for path in group.trajectories)
+    return parent, (*parent, num_siblings)
 
 
-def _writer(group: GroupState, trajectory_id: str, turn: int) -> Path:
-    """Return the path of the trajectory that sampled this turn of another: itself, or one that it was forked from."""
+def _path_of_writer(group: GroupState, trajectory_id: str, turn: int) -> Path:
+    """Return the path of the trajectory that sampled this turn of `trajectory_id`: itself, or an ancestor."""
     path = tuple(map(int, trajectory_id.split(".")))
     while group.trajectories[path].turns[turn].inherited:
         path = path[:-1]
     return path
 
 
-def _record(group: GroupState, fork: Fork, budget_left: int, refused_by: str) -> None:
-    """Note in its turn that the selector has chosen it; a turn that is chosen again keeps count."""
-    trajectory = group.trajectories[_writer(group, fork.trajectory_id, fork.turn)]
+def _record(group: GroupState, fork: Fork, *, budget_left: int, refused_by: str) -> None:
+    """Record in its turn that the selector chose it. A turn that is chosen again counts its children."""
+    trajectory = group.trajectories[_path_of_writer(group, fork.trajectory_id, fork.turn)]
     turn = trajectory.turns[fork.turn]
+    num_children_before = turn.decision.num_children if turn.decision else 0
     turn.decision = BranchDecision(
-        turn.entropy,
-        trajectory.turns[0].entropy,
+        entropy=turn.entropy,
+        root_entropy=trajectory.turns[0].entropy,
         probability=None,
         draw=None,
         consecutive=0,
         budget_left=budget_left,
-        num_children=(not refused_by) + (turn.decision.num_children if turn.decision else 0),
+        num_children=num_children_before + (not refused_by),
         outcome="refused" if refused_by else "branched",
         score=fork.score,
         refused_by=refused_by,

@@ -1,136 +1,107 @@
 """The tool-calling, entropy-branching rollout: one event loop, no barrier between generation and tools.
 
-A trajectory whose turn ends in calls starts them at once while the others keep decoding; the moment all results of the
-turn are there its continuation is submitted (the engine's prefix cache makes that cheap); the moment the first k tokens
-after them are known the branch decision is taken, and children fork at the end of the results. Tokens in, tokens out:
-nothing the model sampled is re-tokenised, nothing it did not sample gets loss_mask 1.
+A turn that ends in calls starts them at once, while the other trajectories keep decoding. As soon as all results of the
+turn are there, the next turn is submitted (the engine's prefix cache makes that cheap). As soon as the first k tokens
+of that turn are known, the branch decision is taken, and children fork at the end of the results. Tokens in, tokens
+out: sampled tokens are never tokenised again, and only they get loss_mask 1.
 
-Every random number is drawn from (seed, step, prompt, path in the tree, turn), and budget is granted in canonical
-order (`BranchBudget`), so the order in which tools answer changes no decision. A retrospective selector (`EXPANSIONS`)
+Each random number is drawn from (seed, step, prompt, path in the tree, turn), and the budget is granted in canonical
+order (`BranchBudget`). So the order in which tools answer changes no decision. A retrospective selector (`EXPANSIONS`)
 forks only after all trajectories of the group have ended, once per round.
 """
 
 from __future__ import annotations
 
-import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from arpo import branching as br
 from arpo import retrospective
 from arpo.engine import Chunk, Engine, SamplingSpec
 from arpo.errors import UserError
-from arpo.growing import Decision, GroupState, Live, number_of, refused
+from arpo.growing import GroupState, Live, record_of, seed_from
 from arpo.options import BranchingConfig, RolloutConfig, is_retrospective
 from arpo.protocol import Codec
-from arpo.protocol.calls import TRUNCATION_MARK
+from arpo.protocol.calls import Call
 from arpo.protocol.contexts import ContextEvidence, next_context
 from arpo.protocol.stop_watch import StopWatch
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
-from arpo.trajectory import Context, Prompt, StopReason, ToolCall, Trajectory, Turn
+from arpo.trajectory import Prompt, StopReason, Trajectory
 
 
 class Rollout:
-    """The trajectories that are under way, and the handlers for tokens and tool results that arrive."""
+    """The unfinished trajectories. The methods are in the order of a trajectory's life."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        tools: ToolRunner,
-        codec: Codec,
-        cfg: RolloutConfig,
-        branching: BranchingConfig,
-    ):
-        self.engine, self.tools, self.codec = engine, tools, codec
-        self.cfg, self.branching = cfg, branching
+    def __init__(self, engine: Engine, tools: ToolRunner, codec: Codec, cfg: RolloutConfig, branching: BranchingConfig):
+        self.engine = engine
+        self.tools = tools
+        self.codec = codec
+        self.cfg = cfg
+        self.branching = branching
         self.forks_afterwards = is_retrospective(branching.selector)
-        self.step: int | None = None  # that which samples, for Trajectory.versions; None where no group is carried over
         self.num_entropy_tokens, self.num_top_logprobs = br.tokens_to_measure(branching)
+        self.step: int | None = None
+        """Training step whose policy samples now; None without carry-over."""
         self.decoding: dict[str, Live] = {}
-        self.calling: dict[str, tuple[Live, int]] = {}  # call id -> (live, number of the call in its turn)
+        """Request -> trajectory that the engine decodes."""
+        self.calling: dict[str, tuple[Live, int]] = {}
+        """Call id -> (trajectory, index of the call in its turn), for calls without a result yet."""
         self.num_unfinished = 0
-        self._whole: list[GroupState] = []
+        """Trajectories that have not ended yet, those of started groups that have not begun included."""
+        self._finished: list[GroupState] = []
 
-    def take_whole(self) -> list[GroupState]:
-        """Return the groups that have become whole since the last call."""
-        taken, self._whole = self._whole, []
+    def take_finished(self) -> list[GroupState]:
+        """Return the groups that have finished since the last call."""
+        taken, self._finished = self._finished, []
         return taken
+
+    # ---- a trajectory begins
 
     def start_group(self, prompt: Prompt, seed: str) -> GroupState:
         """Start a prompt's first trajectories. `seed` names the random numbers of the group."""
         assert prompt.token_ids, f"{prompt.prompt_id} has no token_ids; render the prompt first"
-        group, roots = GroupState.begin(prompt, self.cfg, self.branching, seed)
+        group, num_roots = GroupState.begin(prompt, self.cfg, self.branching, seed)
         self.num_unfinished += group.size
-        self.start_roots(group, roots, may_branch=True)
+        self.start_roots(group, num_roots, may_branch=True)
         self.grow(group)
         return group
 
     def start_roots(self, group: GroupState, count: int, *, may_branch: bool) -> None:
         for _ in range(count):
             path = (group.num_roots,)
-            trajectory = group.trajectories[path] = Trajectory(group.prompt.prompt_id, _name(path))
+            trajectory = Trajectory(group.prompt.prompt_id, _name(path))
+            group.trajectories[path] = trajectory
             if may_branch:
                 group.budget.expect(path, turn=1)
             self.start_turn(Live(trajectory, group, path))
 
-    def fork(
-        self, group: GroupState, parent_path: br.Path, turn: int, path: br.Path, evidence: br.Evidence | None = None
-    ) -> None:
-        """A child shares everything up to the end of the tool result before `turn`; the parent goes on undisturbed."""
-        parent = group.trajectories[parent_path]
-        child = group.trajectories[path] = parent.branch(_name(path), turn)
-        name = group.prompt.prompt_id
-        self.tools.sessions.fork((name, parent.trajectory_id), turn, (name, child.trajectory_id))
-        self.start_turn(Live(child, group, path, evidence), is_note=parent.turns[turn].is_note)
-
-    def grow(self, group: GroupState) -> None:
-        """Start what the budget allows now: children; and, once nothing can branch any more, the missing roots."""
-        for turn, parent, children in group.budget.settle():
-            evidence = group.decisions[turn, parent].evidence
-            for child in children:
-                self.fork(group, parent, turn, child, replace(evidence, consecutive=evidence.consecutive + 1))
-        if group.budget.is_settled and self.forks_afterwards:
-            self.expand(group)
-        elif group.budget.is_settled:
-            self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
-        undecided = ((turn, _name(path)) for turn, path in group.budget.undecided())
-        self.tools.sessions.retain(group.prompt.prompt_id, undecided)
-
-    def expand(self, group: GroupState) -> None:
-        """Once all trajectories have ended, fork them as a retrospective selector says; fresh roots are the rest."""
-        finished = retrospective.finished_part(group)
-        if finished is None or len(group.trajectories) == group.size:
-            return
-        forks = retrospective.next_forks(group, finished, self.branching, group.seed, self.tools.sessions.refusal)
-        for fork in forks:
-            parent, child = retrospective.place(group, fork)
-            if parent:
-                self.fork(group, parent, fork.turn, child)
-            else:
-                self.start_roots(group, 1, may_branch=False)
-        if not forks or group.num_rounds == self.branching.expansion_rounds:
-            self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
+    # ---- it samples a turn
 
     def start_turn(self, live: Live, *, is_note: bool = False) -> None:
-        trajectory, start = live.trajectory, len(live.trajectory.token_ids)
-        trajectory.turns.append(Turn(start=start, end=start, result_end=start, is_note=is_note))
-        live.entropies, live.top_logprobs = [], []
+        live.begin_turn(is_note=is_note)
         self.decoding[live.key] = live
         if live.group.budget.open.get(live.path) == live.turn_index:
-            self.tools.sessions.mark(live.owner, live.turn_index)
+            self.tools.sessions.mark(live.owner, live.turn_index)  # a child may begin here
         self.submit(live)
 
     def submit(self, live: Live) -> None:
-        """Have the engine sample the current turn, or the rest of it after a cut."""
-        group, turn, room = live.group, live.trajectory.turns[-1], live.room(self.cfg)
+        """Let the engine sample the current turn, or the rest of it after a cut."""
+        group = live.group
+        turn = live.trajectory.turns[-1]
         sampled = live.trajectory.token_ids[turn.start :]
+        max_tokens = live.room(self.cfg)
+        if turn.is_note:
+            max_tokens = max(min(max_tokens, self.cfg.note_tokens - len(sampled)), 1)
+        seed = f"{group.seed}|{live.key}"
+        if sampled:  # with the turn's own seed the engine would draw the same random stream again
+            seed += f"|{len(sampled)}"
         spec = SamplingSpec(
-            max_tokens=max(min(room, self.cfg.note_tokens - len(sampled)), 1) if turn.is_note else room,
+            max_tokens=max_tokens,
             temperature=self.cfg.temperature,
             top_p=self.cfg.top_p,
             stop=() if turn.is_note else self.codec.stop_strings(self.offered_tools(group.prompt)),
-            # the rest's own: the engine would begin the turn's random stream anew
-            seed=number_of(f"{group.seed}|{live.key}" + (f"|{len(sampled)}" if sampled else "")),
+            seed=seed_from(seed),
             num_entropy_tokens=max(self.num_entropy_tokens - len(sampled), 0),
             num_top_logprobs=self.num_top_logprobs,
             num_chunk_tokens=1 if self.cfg.carry_over else max(self.num_entropy_tokens - 1, 1),
@@ -143,166 +114,200 @@ class Rollout:
         return loaded if prompt.tools is None else tuple(tag for tag in prompt.tools if tag in loaded)
 
     def on_chunk(self, chunk: Chunk) -> None:
+        """Take tokens that the engine has sampled."""
         live = self.decoding[chunk.request_id]
         live.began_at_s = live.began_at_s or time.perf_counter()
-        trajectory, turn = live.trajectory, live.trajectory.turns[-1]
         if live.watch:
-            chunk = self.end_across_cut(live, chunk)
-        if self.step is not None and chunk.token_ids:
-            trajectory.sampled_in(self.step)
-        trajectory.token_ids += chunk.token_ids
-        trajectory.loss_mask += [1] * len(chunk.token_ids)
-        trajectory.rollout_logprobs += chunk.logprobs
+            chunk = self.end_at_stop_across_cut(live, chunk)
+        live.add_sampled(chunk.token_ids, chunk.logprobs, step=self.step)
         live.entropies += chunk.entropies
         live.top_logprobs += chunk.top_logprobs
-        turn.end = turn.result_end = len(trajectory.token_ids)
-        if turn.entropy is None and (chunk.finish or len(live.entropies) >= self.num_entropy_tokens):
-            live.measured(br.turn_entropy(live.entropies, live.top_logprobs, self.branching, self.codec.vocab_size))
+        is_measured = chunk.finish or len(live.entropies) >= self.num_entropy_tokens
+        if is_measured and live.trajectory.turns[-1].entropy is None:
+            entropy = br.turn_entropy(live.entropies, live.top_logprobs, self.branching, self.codec.vocab_size)
+            live.set_entropy(entropy)
             if self.branching.compat == "paper":
                 self.decide(live)
         if chunk.finish:
             del self.decoding[chunk.request_id]
             self.end_turn(live, chunk)
 
-    def end_across_cut(self, live: Live, chunk: Chunk) -> Chunk:
-        """Return the chunk, or its part up to the end of a stop string that began before the turn was cut."""
+    def end_at_stop_across_cut(self, live: Live, chunk: Chunk) -> Chunk:
+        """Return the chunk. If a stop string that began before the turn was cut ends in it, stop there."""
         stops = self.codec.stop_strings(self.offered_tools(live.group.prompt))
-        if not (found := live.watch.find(chunk.token_ids, self.codec.decode, stops)):
+        stop = live.watch.find(chunk.token_ids, self.codec.decode, stops)
+        if stop is None:
             return chunk
+        num_tokens, stop_string = stop
         self.engine.abort([chunk.request_id])
-        return chunk.ended_after(*found)
-
-    def decide(self, live: Live) -> None:
-        """Take the branch decision of the tool result before the current turn, if it is this trajectory's to take."""
-        group, turn = live.group, live.turn_index
-        if group.budget.open.get(live.path) != turn:
-            return
-        rng = random.Random(f"{group.seed}|{live.key}")
-        if refused_by := self.tools.sessions.refusal([c.tag for c in live.trajectory.tool_calls if c.executed]):
-            decision = Decision(live.evidence, False, None, None, refused_by)
-        else:
-            evidence = replace(live.evidence, calls=tuple(live.trajectory.turns[turn - 1].tool_calls))
-            decision = Decision(live.evidence, *br.decide(evidence, self.branching, rng))
-        group.decisions[turn, live.path] = decision
-        live.evidence = replace(live.evidence, consecutive=live.evidence.consecutive + 1 if decision.wants else 0)
-        group.budget.decided(turn, live.path, wants=decision.wants)
-        self.grow(group)
+        return chunk.ended_after(num_tokens, stop_string)
 
     def end_turn(self, live: Live, chunk: Chunk) -> None:
-        """End the trajectory with its answer, or start all calls of the turn."""
-        trajectory, turn = live.trajectory, live.trajectory.turns[-1]
-        sampled, offered = trajectory.token_ids[turn.start : turn.end], self.offered_tools(live.group.prompt)
-        calls = self.codec.calls(sampled, chunk.finish, chunk.stop_string, offered)
+        """Start the calls of the turn. Without calls: after an answer or a note go on, else end the trajectory."""
+        trajectory = live.trajectory
+        turn = trajectory.turns[-1]
+        sampled = trajectory.token_ids[turn.start : turn.end]
+        calls = self.codec.calls(sampled, chunk.finish, chunk.stop_string, self.offered_tools(live.group.prompt))
         if turn.is_note or (not calls and chunk.finish == "eos"):
             self.next_turn(live)
-            return
-        if not calls:
+        elif not calls:
             self.end(live, StopReason.LENGTH)
-            return
-        if len(trajectory.tool_calls) > self.cfg.max_tool_calls:  # it was told to answer, and called again
+        elif len(trajectory.tool_calls) > self.cfg.max_tool_calls:  # it was told to answer, and called again
             self.end(live, StopReason.TOOL_LIMIT)
-            return
-        for number, call in enumerate(calls):
-            refusal = refused(trajectory, call.tag, self.cfg)
-            error, kind = (refusal, "limit") if refusal else (call.error, call.error_kind)
-            turn.tool_calls.append(ToolCall(call.tag, call.argument, error, False, kind, executed=not kind))
-            if not kind:
-                self.call(live, number)
+        else:
+            self.start_calls(live, calls)
+
+    # ---- it calls tools, and reads their results
+
+    def start_calls(self, live: Live, calls: Sequence[Call]) -> None:
+        """Start all calls of the current turn. A malformed call, or one over a limit, gets its error at once."""
+        for index, call in enumerate(calls):
+            record = record_of(call, live.trajectory, self.cfg)
+            live.trajectory.turns[-1].tool_calls.append(record)
+            if record.executed:
+                self.start_call(live, index)
         if not live.num_calling:
             self.append_results(live)
 
-    def call(self, live: Live, number: int) -> None:
+    def start_call(self, live: Live, index: int) -> None:
         """Start a call of the current turn."""
-        prompt, call, call_id = live.group.prompt, live.trajectory.turns[-1].tool_calls[number], f"{live.key}|{number}"
-        self.calling[call_id] = (live, number)
+        prompt = live.group.prompt
+        call = live.trajectory.turns[-1].tool_calls[index]
+        call_id = f"{live.key}|{index}"
+        self.calling[call_id] = (live, index)
         live.num_calling += 1
-        at = ToolContext(*live.owner, live.turn_index, number_of(f"{live.group.seed}|{prompt.prompt_id}"), prompt.meta)
-        self.tools.start(call_id, call.tag, call.argument, at)
+        seed = seed_from(f"{live.group.seed}|{prompt.prompt_id}")  # one world for all trajectories of the group
+        context = ToolContext(*live.owner, turn=live.turn_index, seed=seed, row=prompt.meta)
+        self.tools.start(call_id, call.tag, call.argument, context)
 
     def on_tool_result(self, call_id: str, result: ToolResult) -> None:
-        live, number = self.calling.pop(call_id)
+        """Take the result of a call. The last one of a turn continues the trajectory."""
+        live, index = self.calling.pop(call_id)
         calls = live.trajectory.turns[-1].tool_calls
-        calls[number] = result.of(calls[number])
+        calls[index] = result.of(calls[index])
         live.num_calling -= 1
         live.has_failed |= result.infra_error
-        if not live.num_calling:
-            if live.has_failed:  # our failure, not the model's: it neither reads it nor is trained on it
-                self.end(live, StopReason.ERROR)
-            else:
-                self.append_results(live)
+        if live.num_calling:
+            return
+        if live.has_failed:  # an infrastructure error: the model neither reads it nor is trained on it
+            self.end(live, StopReason.ERROR)
+        else:
+            self.append_results(live)
 
     def append_results(self, live: Live) -> None:
-        turn, room = live.trajectory.turns[-1], live.room(self.cfg) - self.cfg.answer_reserve_tokens
-        if self.has_read(live, min(self.cfg.max_result_tokens, room)):
+        """Append the results of the turn and start the next turn. End the trajectory if no answer would fit."""
+        room = live.room(self.cfg) - self.cfg.answer_reserve_tokens
+        if live.append_results_if_they_fit(self.codec, min(self.cfg.max_result_tokens, room)):
             self.next_turn(live)
-        else:  # no room for results and an answer
+        else:
+            turn = live.trajectory.turns[-1]
             turn.tool_calls = [replace(call, result="") for call in turn.tool_calls]
             self.end(live, StopReason.LENGTH)
 
-    def has_read(self, live: Live, room: int) -> bool:
-        """Have the results of the turn's calls stand behind it, and return True, if they fit."""
-        trajectory, turn = live.trajectory, live.trajectory.turns[-1]
-        rendered = self.codec.encode_results(turn.tool_calls, room, last_token=trajectory.token_ids[turn.end - 1])
-        if rendered is None:
-            return False
-        texts, token_ids = rendered
-        turn.tool_calls = [replace(call, result=text) for call, text in zip(turn.tool_calls, texts, strict=True)]
-        trajectory.token_ids[turn.end :] = token_ids
-        trajectory.loss_mask[turn.end :] = [0] * len(token_ids)
-        trajectory.rollout_logprobs[turn.end :] = [0.0] * len(token_ids)
-        turn.result_end = len(trajectory.token_ids)
-        return True
+    # ---- it goes on
 
     def next_turn(self, live: Live) -> None:
-        """Begin a turn behind what the context policy leaves of all before it; end with the answer, or without room."""
-        trajectory, turn, prompt = live.trajectory, live.trajectory.turns[-1], live.group.prompt
-        num_tokens = trajectory.num_context_tokens(len(prompt.token_ids))
-        evidence = ContextEvidence(prompt, trajectory, num_tokens, self.codec, self.cfg)
-        found = next_context(evidence)
-        if evidence.is_answer and found is None:
+        """Ask the context policy what the next turn reads, and start that turn.
+
+        End the trajectory after an answer, or if there is no room for another turn.
+        """
+        prompt = live.group.prompt
+        num_tokens = live.trajectory.num_context_tokens(len(prompt.token_ids))
+        evidence = ContextEvidence(prompt, live.trajectory, num_tokens=num_tokens, codec=self.codec, cfg=self.cfg)
+        context = next_context(evidence)
+        if evidence.is_answer and context is None:
             self.end(live, StopReason.EOS)
             return
-        if not turn.tool_calls and not isinstance(found, list):
+        if not evidence.turn.tool_calls and not isinstance(context, list):
             raise UserError(
-                f"rollout.context={self.cfg.context} must return token ids here, not {type(found).__name__}"
+                f"rollout.context={self.cfg.context} must return token ids here, not {type(context).__name__}"
             )
-        fits, asks = True, isinstance(found, str)
-        if asks:
-            *others, last = calls = turn.tool_calls
-            turn.tool_calls, size = [*others, replace(last, result=last.result + found)], turn.result_end - turn.end
-            fits = self.has_read(live, live.room(self.cfg) + size - 1)
-            if not fits or turn.tool_calls[-1].result.endswith(TRUNCATION_MARK):  # the end of the request was cut off
-                turn.tool_calls, fits = calls, False
-                self.has_read(live, size)
-        elif found is not None:
-            trajectory.contexts.append(Context(len(trajectory.token_ids), found))
-            if not (fits := live.room(self.cfg) > 0):
-                trajectory.contexts.pop()
-        if not fits:
+        asks_for_note = isinstance(context, str)
+        if asks_for_note:
+            has_room = live.append_note_request(self.codec, self.cfg, context)
+        elif context is not None:
+            has_room = live.replace_context(context, self.cfg)
+        else:
+            has_room = True
+        if not has_room:
             self.end(live, StopReason.LENGTH)
             return
-        self.start_turn(live, is_note=asks)
-        if self.branching.compat == "upstream":  # by the turn before the call, before a token of the next is sampled
+        self.start_turn(live, is_note=asks_for_note)
+        # the released code judges the turn before the call, so it decides before a token of the next is sampled
+        if self.branching.compat == "upstream":
             self.decide(live)
 
+    # ---- it is forked
+
+    def decide(self, live: Live) -> None:
+        """Take the branch decision on the tool result before the current turn, if this trajectory has to take it."""
+        group = live.group
+        if group.budget.open.get(live.path) != live.turn_index:
+            return
+        executed = [call.tag for call in live.trajectory.tool_calls if call.executed]
+        group.decide(live, self.branching, refused_by=self.tools.sessions.refusal(executed))
+        self.grow(group)
+
+    def grow(self, group: GroupState) -> None:
+        """Start the children that the budget allows now. Once nothing can branch any more, start the missing roots."""
+        for turn, parent, children in group.budget.settle():
+            evidence = group.decisions[turn, parent].evidence
+            for child in children:
+                child_evidence = replace(evidence, consecutive=evidence.consecutive + 1)
+                self.fork(group, parent, turn=turn, path=child, evidence=child_evidence)
+        if group.budget.is_settled and self.forks_afterwards:
+            self.fork_finished(group)
+        elif group.budget.is_settled:
+            self.start_missing_roots(group)
+        undecided = ((turn, _name(path)) for turn, path in group.budget.undecided())
+        self.tools.sessions.retain(group.prompt.prompt_id, undecided)
+
+    def fork(
+        self, group: GroupState, parent_path: br.Path, *, turn: int, path: br.Path, evidence: br.Evidence | None = None
+    ) -> None:
+        """Start a child that shares everything up to the tool result before `turn`. The parent goes on undisturbed."""
+        parent = group.trajectories[parent_path]
+        child = parent.branch(_name(path), turn)
+        group.trajectories[path] = child
+        prompt_id = group.prompt.prompt_id
+        self.tools.sessions.fork((prompt_id, parent.trajectory_id), turn, (prompt_id, child.trajectory_id))
+        self.start_turn(Live(child, group, path, evidence), is_note=parent.turns[turn].is_note)
+
+    def fork_finished(self, group: GroupState) -> None:
+        """Once all trajectories have ended, start the forks of a retrospective selector; in the last round fill up."""
+        finished = retrospective.finished_so_far(group)
+        if finished is None or len(group.trajectories) == group.size:
+            return
+        forks = retrospective.next_forks(group, finished, self.branching, self.tools.sessions.refusal)
+        for fork in forks:
+            parent, child = retrospective.paths_of(group, fork)
+            if parent:
+                self.fork(group, parent, turn=fork.turn, path=child)
+            else:
+                self.start_roots(group, 1, may_branch=False)
+        if not forks or group.num_rounds == self.branching.expansion_rounds:
+            self.start_missing_roots(group)
+
+    def start_missing_roots(self, group: GroupState) -> None:
+        self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
+
+    # ---- it ends
+
     def end(self, live: Live, reason: StopReason) -> None:
-        trajectory, group = live.trajectory, live.group
-        trajectory.stop_reason = reason
-        tokens, cuts = (trajectory.token_ids, trajectory.loss_mask), [c.start for c in trajectory.contexts]
-        trajectory.segments = self.codec.segments(*tokens, cuts)
-        trajectory.text = "".join(text for text, _ in trajectory.segments)
-        trajectory.token_chars = self.codec.token_chars(*tokens, trajectory.segments, cuts)
+        group = live.group
+        live.trajectory.stop_reason = reason
+        live.decode(self.codec)
         self.num_unfinished -= 1
         self.tools.sessions.end(live.owner)
         group.budget.close(live.path)
-        if group.budget.budget is None:  # the pre-monitoring trajectory: it is alone until now
-            roots = group.roots_after(trajectory, self.branching.budget_weight)
-            self.start_roots(group, roots - 1, may_branch=True)
-            group.budget.budget = group.size - roots
+        if group.budget.budget is None:  # AEPO's pre-monitoring trajectory, alone in its group until now
+            num_roots = group.num_roots_after(live.trajectory, self.branching.budget_weight)
+            self.start_roots(group, num_roots - 1, may_branch=True)
+            group.budget.budget = group.size - num_roots
         self.grow(group)
         group.wall_s[live.path] = time.perf_counter() - live.began_at_s if live.began_at_s else 0.0
-        if len(group.wall_s) == group.size:
-            self._whole.append(group)
+        if group.is_finished:
+            self._finished.append(group)
             self.tools.sessions.forget(group.prompt.prompt_id)
 
 

@@ -1,4 +1,7 @@
-"""The choice of groups and trajectories to train on: no errors of ours, and dead groups as the options say. Pure."""
+"""The choice of groups and trajectories to train on. Pure.
+
+Trajectories that failed through us are never trained on; advantage.dead_groups decides about dead groups.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +9,37 @@ from arpo.options import AdvantageConfig
 from arpo.trajectory import Group, Trajectory
 
 
-def teaching(group: Group) -> list[Trajectory]:
-    """The group's trajectories that are trained on."""
+def trained_on(group: Group) -> list[Trajectory]:
+    """Return the group's trajectories without those that must not be trained on (`Trajectory.is_left_out`)."""
     return [t for t in group.trajectories if not t.is_left_out]
 
 
 def is_dead(group: Group) -> bool:
-    """Return whether all rewards (less KL penalties, once these are known) are equal, so that GRPO learns nothing.
+    """True if all rewards are equal, so that GRPO learns nothing. Known KL penalties are subtracted first.
 
-    A group of one is not dead, but one of which tool failures left one or none is.
+    A group of size 1 is never dead. A larger group is, if tool failures left at most one trajectory.
     """
-    return len(group.trajectories) > 1 and len({t.reward - t.kl_penalty for t in teaching(group)}) <= 1
+    if len(group.trajectories) <= 1:
+        return False
+    rewards = {t.reward - t.kl_penalty for t in trained_on(group)}
+    return len(rewards) <= 1
 
 
 def groups_to_train_on(groups: list[Group], num_prompts: int, cfg: AdvantageConfig) -> list[Group]:
-    """Return the groups of a step for its mini-batches; under dead_groups=resample its first mixed ones."""
+    """Return the groups of a step for its mini-batches. Under dead_groups=resample: the first mixed ones."""
     if cfg.dead_groups != "resample":
         return groups
     return [group for group in groups if not is_dead(group)][:num_prompts]
 
 
 def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:
-    """Return (group index, trajectory) of all that are trained on, in order: no error of ours, at least one loss token.
+    """Return (group index, trajectory) of each trajectory that is trained on, in order.
 
-    Without the trajectories of dead groups, unless dead_groups=keep.
+    Each has at least one loss token. Unless dead_groups=keep, dead groups are left out.
     """
-    return [
-        (index, t)
-        for index, group in enumerate(groups)
-        if cfg.dead_groups == "keep" or not is_dead(group)
-        for t in teaching(group)
-        if any(t.loss_mask)
-    ]
+    chosen = []
+    for index, group in enumerate(groups):
+        if cfg.dead_groups != "keep" and is_dead(group):
+            continue
+        chosen += [(index, t) for t in trained_on(group) if any(t.loss_mask)]
+    return chosen

@@ -101,7 +101,7 @@ class AsRecorded(Rollout):
     def decide(self, live: Live) -> None:
         name, path = live.owner
         for child in self.played.children(name, path, live.turn_index):
-            self.fork(live.group, live.path, live.turn_index, tuple(map(int, child.split("."))))
+            self.fork(live.group, live.path, turn=live.turn_index, path=tuple(map(int, child.split("."))))
 
     def grow(self, group: GroupState) -> None:
         """Start no further trajectories: the record names all forks."""

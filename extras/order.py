@@ -21,7 +21,7 @@ import numpy as np
 
 from arpo.data import PromptOrder
 from arpo.errors import UserError
-from arpo.selection import teaching
+from arpo.selection import trained_on
 from arpo.trajectory import Group, Prompt
 
 
@@ -85,7 +85,7 @@ class MixedOrder(PromptOrder):
         for group in groups:
             key = f"order/drawn/{group.prompt.data_source or 'unnamed'}"
             values[key] = values.get(key, 0) + 1
-            if solved := [t.is_solved for t in teaching(group) if t.is_solved is not None]:
+            if solved := [t.is_solved for t in trained_on(group) if t.is_solved is not None]:
                 rate = sum(solved) / len(solved)
                 before = self.state.get(group.prompt.prompt_id, (rate, 0))[0]
                 rate = before + self.newest * (rate - before)

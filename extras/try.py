@@ -31,7 +31,7 @@ from arpo.log.settings import begun_settings
 from arpo.options import AdvantageConfig, BranchingConfig, is_retrospective
 from arpo.retrospective import chosen_forks
 from arpo.rewards.custom import ALL, ONE, custom_results, load_custom
-from arpo.selection import teaching
+from arpo.selection import trained_on
 from arpo.start.trial import evidence_of
 from arpo.trajectory import Group, Prompt, Trajectory
 
@@ -180,22 +180,22 @@ def try_estimator(groups: list[Group], cfg: AdvantageConfig) -> Lines:
     """Compare the trajectories of the dump, all together, as a step does."""
     check_rewards(groups)
     assign_advantages(groups, cfg)
-    taught = [t for group in groups for t in teaching(group)]
+    taught = [t for group in groups for t in trained_on(group)]
     yield f"advantages of {len(taught)} trajectories: {spread([t.advantage for t in taught])}"
     for group in groups[:NUM_SHOWN]:
-        pairs = ", ".join(f"{t.reward:.3g} -> {t.advantage:.3g}" for t in teaching(group))
+        pairs = ", ".join(f"{t.reward:.3g} -> {t.advantage:.3g}" for t in trained_on(group))
         yield f"  prompt {group.prompt.prompt_id}: reward -> advantage: {pairs}"
 
 
 def try_credit(groups: list[Group], cfg: AdvantageConfig) -> Lines:
     """Share the advantages of each group's trajectories among their tokens."""
     check_rewards(groups)
-    unknown = [group for group in groups if any(t.advantage is None for t in teaching(group))]
+    unknown = [group for group in groups if any(t.advantage is None for t in trained_on(group))]
     assign_advantages(unknown, replace(cfg, tree="soft"))  # a validation's dump has none
     rows = []
     for group in groups:
         credits = token_advantages(group, cfg.tree, cfg)
-        for t in teaching(group):
+        for t in trained_on(group):
             values = [value for value, mask in zip(credits[t.trajectory_id], t.loss_mask, strict=True) if mask]
             rows.append((t, [float(value) for value in values]))
     values = [value for _, row in rows for value in row]
@@ -229,7 +229,7 @@ def try_reward(value: str, groups: Sequence[Group]) -> Lines:
 
 def check_rewards(groups: Iterable[Group]) -> None:
     """Raise UserError for a dump without rewards."""
-    for t in (t for group in groups for t in teaching(group)):
+    for t in (t for group in groups for t in trained_on(group)):
         if t.reward is None:
             raise UserError(f"{place(t)} has no reward in the dump; take a dump of a training's step")
 

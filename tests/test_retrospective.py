@@ -10,7 +10,7 @@ from helpers.fakes import EchoTool, ScriptedEngine
 from helpers.scripted_rollout import ANSWER, CALL, SHORT, TOKENIZER, call_then_answer, play, prompt
 
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.retrospective import EXPANSIONS, Fork, starts
+from arpo.retrospective import EXPANSIONS, Fork, turn_starts
 from arpo.tools.base import ToolResult
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
@@ -46,7 +46,7 @@ TREE = group(
 
 
 def test_turns_that_begin_at_the_same_place_of_the_tree_are_known():
-    assert starts(TREE) == {
+    assert turn_starts(TREE) == {
         ("0", 0): ("", 0), ("0", 1): ("0", 1), ("0", 2): ("0", 2),
         ("0.0", 0): ("", 0), ("0.0", 1): ("0", 1), ("0.0", 2): ("0.0", 2),
         ("1", 0): ("", 0),

@@ -8,7 +8,7 @@ from helpers.sample_groups import sample_groups
 
 from arpo.advantages import TREE_CREDITS, assign_advantages, turns_of
 from arpo.options import AdvantageConfig
-from arpo.selection import teaching
+from arpo.selection import trained_on
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
 FROM_REWARDS = ("node", "node_parent", "inter_intra")
@@ -38,7 +38,7 @@ def small_group() -> Group:
 def turn_credits(group: Group, tree: str, **options) -> dict[str, list[float]]:
     """The credit of each turn, which all its tokens have."""
     credits, turns = TREE_CREDITS[tree](group, AdvantageConfig(tree=tree, **options)), {}
-    for t in teaching(group):
+    for t in trained_on(group):
         values = credits[t.trajectory_id]
         assert len(values) == len(t.token_ids)
         parts = np.split(values, [turn.start for turn in t.turns[1:]])

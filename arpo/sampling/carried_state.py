@@ -107,7 +107,7 @@ def restore(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt]) 
         if entry["calls"] is None:
             carry.loop.decoding[live.key] = live
         for number in entry["calls"] or ():
-            carry.loop.call(live, number)
+            carry.loop.start_call(live, number)
     carry.sampler.tools.park()
     own = [Begun(c.number, c.begun, c.is_whole) for c in carry.carried]
     carry.begun = sorted(entry for part in ranks.all_gather_objects(own) for entry in part)

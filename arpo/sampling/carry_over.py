@@ -153,7 +153,7 @@ class CarryOver(Source):
             self._store.add(self._key("whole"), 1)
             if self.is_due(carried.begun):
                 self._store.add(self._key("due"), 1)
-        group = state.finish()
+        group = state.to_group()
         self.to_score.append(group)
         if self.sampler.on_group:
             self.sampler.on_group(group, state.seconds)
@@ -197,7 +197,7 @@ class CarryOver(Source):
         mine = [Begun(c.number, c.begun, c.is_whole) for c in self.carried]
         everywhere = sorted(entry for part in self.team.ranks.all_gather_objects(mine) for entry in part)
         chosen = {entry.number for entry in [e for e in everywhere if e.is_whole][: self.num_prompts]}
-        ready = {c.number: c.state.finish() for c in self.carried if c.number in chosen}
+        ready = {c.number: c.state.to_group() for c in self.carried if c.number in chosen}
         for group in ready.values():
             group.sampled_by = self.team.ranks.rank
         trained = self.team.all_gather_groups(list(ready.values()), list(ready))

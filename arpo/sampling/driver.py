@@ -44,7 +44,7 @@ class Source:
 
     def whole(self, state: GroupState) -> None:
         """Take a group of `loop` that has become whole."""
-        self.groups[self.places[state.prompt.prompt_id]] = state.finish()
+        self.groups[self.places[state.prompt.prompt_id]] = state.to_group()
 
     def idle(self, *, has_calls: bool) -> None:
         """Called where the engine decodes nothing; has_calls: tools are at work."""
@@ -75,7 +75,7 @@ def drive(source: Source, on_round: Callable[[], None] = lambda: None) -> None:
                 loop.on_tool_result(call_id, result)
             for chunk in engine.step() if engine.num_running else ():
                 loop.on_chunk(chunk)
-            for state in loop.take_whole():
+            for state in loop.take_finished():
                 source.whole(state)
             on_round()
         source.end()

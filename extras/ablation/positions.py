@@ -15,14 +15,14 @@ from pathlib import Path
 
 from arpo.log.dumps import read_dump
 from arpo.options import BranchingConfig
-from arpo.retrospective import Fork, own_turns
+from arpo.retrospective import Fork, sampled_turns
 from arpo.trajectory import Group
 
 
 def positions(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
     """Turns after a tool result, without replacement; the position of each as probable as in the file."""
     share = shares(os.environ["FORK_POSITIONS"])
-    turns = [(t.trajectory_id, turn) for (t, turn), _ in own_turns(group) if share.get(turn)]
+    turns = [(t.trajectory_id, turn) for (t, turn), _ in sampled_turns(group) if share.get(turn)]
     number = Counter(turn for _, turn in turns)
     waits = {place: rng.expovariate(share[place[1]] / number[place[1]]) for place in turns}
     return [Fork(*place) for place in sorted(turns, key=waits.get)[:budget]]

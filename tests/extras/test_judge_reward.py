@@ -20,7 +20,7 @@ from arpo.metrics import rollout_metrics
 from arpo.protocol import TagsCodec
 from arpo.sampling.health import MAX_BAD_BATCHES, ToolHealth
 from arpo.sampling.scoring import Scoring
-from arpo.selection import teaching
+from arpo.selection import trained_on
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 from extras.judge_reward import JudgeReward
 
@@ -275,7 +275,7 @@ def test_answers_without_a_verdict_are_not_trained_on_and_many_of_them_end_the_r
     service.then(says("no", 400))
     few += [group("b", "4")]
     scoring(few)
-    assert health.judge(few).may_train and teaching(few[1]) == [] and len(teaching(few[0])) == 3
+    assert health.judge(few).may_train and trained_on(few[1]) == [] and len(trained_on(few[0])) == 3
     assert rollout_metrics(few).values()["reward_reason/judge_failed"] == 1
     for number in range(MAX_BAD_BATCHES):
         many = [group(f"{number} {i}", "4", "5", "") for i in range(3)]

@@ -166,7 +166,7 @@ def play_cut(loop: Rollout, prompts: list, rng: random.Random, *, share: float, 
             for live in loop.decoding.values():
                 loop.submit(live)
         advance(loop)
-    return [group.finish() for group in groups]
+    return [group.to_group() for group in groups]
 
 
 def plain(groups: list, *, without=("versions",)) -> list[dict]:

@@ -11,7 +11,7 @@ from arpo.errors import UserError
 from arpo.protocol import FORMS
 from arpo.rewards import load_custom, score_groups
 from arpo.rewards.terms import TERMS, TermEvidence, Terms, load_terms, overlong
-from arpo.selection import is_dead, teaching
+from arpo.selection import is_dead, trained_on
 from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
 
 derive_segments = FORMS["tags"].rules.derive_segments
@@ -142,7 +142,7 @@ def test_without_a_value_of_a_function_there_is_no_reward_and_the_trajectory_is_
     assert there.reward == 1.5 and there.reward_reason == ""
     assert gone.reward is None and gone.reward_reason == "unsure" and gone.is_left_out
     assert gone.reward_parts["answer"] == 0.0 and gone.reward_parts["sure/asked"] == 2.0
-    assert "sure" not in gone.reward_parts and teaching(group) == [there] and is_dead(group)
+    assert "sure" not in gone.reward_parts and trained_on(group) == [there] and is_dead(group)
 
 
 def test_a_function_that_gives_no_value_need_not_say_why(tmp_path):

@@ -113,7 +113,7 @@ def test_a_stop_string_is_seen_wherever_the_cut_was(num_sampled):
             advance(loop)
     finally:
         runner.close()
-    [t] = group.finish().trajectories
+    [t] = group.to_group().trajectories
     assert CODEC.decode(t.token_ids[: t.turns[0].end]) == "<think>t</think></python>"
     assert t.turns[0].tool_calls[0].error_kind == "unopened_tag" and t.stop_reason == StopReason.EOS
     assert t.rollout_logprobs[: t.turns[0].end] == [-0.01 * (n + 1) for n in range(t.turns[0].end)]
@@ -324,7 +324,7 @@ def test_calls_go_on_while_all_is_paused(alone):
             advance(loop)
     finally:
         runner.close()
-    assert [t.stop_reason for t in group.finish().trajectories] == [StopReason.EOS] * 4 and len(tool.arguments) == 5
+    assert [t.stop_reason for t in group.to_group().trajectories] == [StopReason.EOS] * 4 and len(tool.arguments) == 5
 
 
 # ---- checkpoints
