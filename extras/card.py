@@ -3,7 +3,8 @@
     python -m extras.card runs/NAME/hf                              then: hf upload OWNER/NAME runs/NAME/hf
     python -m extras.card runs/NAME/checkpoints/step_000100 OUT     of an export elsewhere
 
-A licence is that which the base model's own card names; cards of ours hand it on, with the base model's name.
+The base model and its licence are those of the first stage: where a run began with the export of another run (SFT, then
+RL from runs/MY_SFT/hf), that run's settings are followed to the model that it began with.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from arpo.config.rewards import TrainingRewardConfig
 from arpo.config.sections import OptimConfig, UpdateConfig
 from arpo.data.hub import hub_name, parse
 from arpo.errors import UserError
-from arpo.log.settings import settings_of
+from arpo.log.settings import CONFIG, settings_of
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
@@ -45,9 +46,10 @@ TEMPLATE = """---
 
 # {{ model_name }}
 
-Trained from **{{ source }}** by {{ how }} with tool calls, {{ steps }} steps, with ARPO-torch.
+Trained from **{{ source }}**{% if base != source %} (itself trained from {{ base }}){% endif %} by {{ how }} with \
+tool calls, {{ steps }} steps, with ARPO-torch.
 {% if not license %}
-The licence of {{ source }} is not known here: look it up before you pass this model on.
+The licence of {{ base }} is not known here: look it up before you pass this model on.
 {% endif %}
 | setting | value |
 |---|---|
@@ -69,20 +71,16 @@ def card_of(checkpoint: Path) -> str:
 
     run = checkpoint.resolve().parent.parent
     settings = settings_of(run)
-    source = hub_name(settings["model.path"]).partition("@")[0]
     data = {key: str(settings.get(key) or "") for key in ("data.train", "data.valid")}
     on_hub = {wanted.repo for name in data.values() if (wanted := parse(name))}
-    if cached := re.search(r"models--([^/]+)--([^/]+)/snapshots/", source):  # the Hub's cache
-        source = "/".join(cached.groups())
-    before, is_local = _head_of(source), _is_local(source, settings)
-    is_ours = OURS in (before.tags or ())
+    origin = _origin_of(run, settings)
     is_rl = "rollout.group_size" in settings
     head = ModelCardData(
         model_name=run.name,
-        license=before.license,
-        license_name=before.license_name,
-        license_link=before.license_link,
-        base_model=source if not is_local else before.base_model if is_ours else None,
+        license=origin.card.license,
+        license_name=origin.card.license_name,
+        license_link=origin.card.license_link,
+        base_model=origin.base_on_hub,
         datasets=sorted(on_hub) or None,
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -93,7 +91,8 @@ def card_of(checkpoint: Path) -> str:
         ModelCard.from_template(
             head,
             template_str=TEMPLATE,
-            source=source if not is_local else before.model_name if is_ours else _last_part(source),
+            source=origin.source,
+            base=origin.base,
             how="reinforcement learning" if is_rl else "supervised fine-tuning",
             steps=checkpoint.name.removeprefix("step_").lstrip("0"),
             settings=shown | _chosen(settings),
@@ -101,6 +100,58 @@ def card_of(checkpoint: Path) -> str:
             stops=_stops(settings),
         )
     )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model that a run began with, and the base model behind it."""
+
+    source: str
+    """Name of the model that the run began with: of the Hub, of a run of ours, or the last part of a folder's path."""
+    base: str
+    """Name of the base model; the same as `source`, if that is no export of ours."""
+    base_on_hub: str | None
+    """OWNER/NAME of the base model; None for a folder, since a card's metadata must not name one."""
+    card: ModelCardData
+    """Head of the card that names the licence."""
+
+
+def _origin_of(run: Path, settings: dict[str, Any], seen: tuple[Path, ...] = ()) -> Origin:
+    """Return the origin of a run with these settings. `seen`: runs that began with it; two may name each other."""
+    source = hub_name(settings["model.path"]).partition("@")[0]
+    if cached := re.search(r"models--([^/]+)--([^/]+)/snapshots/", source):  # the Hub's cache
+        source = "/".join(cached.groups())
+    place = _place_of(source, run, settings)
+    card = _head_of(place)
+    if not _is_local(source, settings):
+        return Origin(source, source, source, card)
+    if OURS in (card.tags or ()):
+        return Origin(card.model_name, card.base_model or card.model_name, card.base_model, card)
+    earlier = _run_that_wrote(Path(place))
+    if earlier is None or earlier in (run, *seen):
+        name = _last_part(source)
+        return Origin(name, name, None, card)
+    before = _origin_of(earlier, settings_of(earlier), (run, *seen))
+    return replace(before, source=earlier.name)
+
+
+def _place_of(source: str, run: Path, settings: dict[str, Any]) -> str:
+    """Return where a model's folder is. A relative path is tried from here, and then from where the run was started."""
+    run_dir = Path(settings.get("run.dir") or "")
+    if Path(source).is_dir() or run_dir.is_absolute() or len(run_dir.parts) >= len(run.parents):
+        return source
+    started_in = run.parents[len(run_dir.parts)]  # run = started_in / run.dir / run.name
+    return str(started_in / source) if (started_in / source).is_dir() else source
+
+
+def _run_that_wrote(folder: Path) -> Path | None:
+    """Return the run whose export a folder is: RUN/hf, RUN/best, RUN/checkpoints/step_N/hf; None for other folders."""
+    if not folder.is_dir():
+        return None
+    for above in list(folder.resolve().parents)[:3]:
+        if (above / CONFIG).is_file():
+            return above
+    return None
 
 
 def _is_local(source: str, settings: dict[str, Any]) -> bool:

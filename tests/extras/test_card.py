@@ -88,6 +88,70 @@ def test_a_run_that_begins_with_one_of_ours_hands_on_base_and_licence(tmp_path, 
     assert ModelCard.load(sft / "README.md").data.tags == ["arpo-torch", "tool-use", "sft"]
 
 
+def without_card(export: Path) -> Path:
+    """The run's link to its export, RUN/hf, as a run leaves it: nobody has written a card there."""
+    (export / "README.md").unlink()
+    link = export.parents[2] / "hf"
+    link.symlink_to(export.relative_to(link.parent))
+    return link
+
+
+def test_sft_and_then_rl_name_the_base_model_though_the_sft_run_has_no_card(tmp_path, monkeypatch):
+    """The README's two commands. Cards that named a local folder as the base, or none: huggingface/transformers#28286,
+    huggingface/peft#938."""
+    cached = tmp_path / "cache" / "models--Qwen--Qwen2.5-3B-Instruct"
+    card = "---\nlicense: other\nlicense_name: qwen-research\nlicense_link: https://example.org/LICENSE\n---\n"
+    for file, text in {"refs/main": "0123", "snapshots/0123/README.md": card}.items():
+        (cached / file).parent.mkdir(parents=True)
+        (cached / file).write_text(text)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    sft = export(Path("runs"), "qwen-sft", SFTConfig, "Qwen/Qwen2.5-3B-Instruct", "--data.train", "rows.jsonl")
+    without_card(sft)
+    rl = export(Path("runs"), "qwen-rl", RLConfig, "runs/qwen-sft/hf", "--data.train", "rows.jsonl")
+    again = export(Path("runs"), "again", RLConfig, str(without_card(rl)), "--data.train", "rows.jsonl")
+    rl = rl.resolve()
+    monkeypatch.chdir("/")  # relative paths in a run's settings are those of its start
+    for checkpoint, source in ((rl.parent, "qwen-sft"), (tmp_path / again.parent, "qwen-rl")):
+        text = card_of(checkpoint)
+        found = ModelCard(text)
+        assert found.data.base_model == "Qwen/Qwen2.5-3B-Instruct"
+        assert (found.data.license, found.data.license_name) == ("other", "qwen-research")
+        assert found.data.license_link == "https://example.org/LICENSE"
+        assert f"Trained from **{source}** (itself trained from Qwen/Qwen2.5-3B-Instruct) by reinforcement" in text
+        assert "is not known here" not in text and "**hf**" not in text
+
+
+def test_of_two_stages_a_local_base_is_named_without_its_folders(base, tmp_path):
+    sft = without_card(export(tmp_path / "runs", "my_sft", SFTConfig, str(base), "--data.train", "rows.jsonl"))
+    card = ModelCard.load(
+        export(tmp_path / "runs", "my_rl", RLConfig, str(sft), "--data.train", "r.jsonl") / "README.md"
+    )
+    assert "Trained from **my_sft** (itself trained from Qwen2.5-3B) by reinforcement" in card.text
+    assert (card.data.base_model, card.data.license_name) == (None, "qwen-research")
+    assert "secret_folder" not in card.content and str(tmp_path) not in card.content
+
+
+def test_the_best_export_of_a_run_is_an_export_of_it_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    sft = export(tmp_path, "my_sft", SFTConfig, "Owner/Model-7B", "--data.train", "rows.jsonl")
+    best = sft.parents[1] / "best_000020"
+    sft.rename(best)
+    (best / "README.md").unlink()
+    (tmp_path / "my_sft" / "best").symlink_to(best)
+    link = str(tmp_path / "my_sft" / "best")
+    card = ModelCard.load(export(tmp_path, "my_rl", RLConfig, link, "--data.train", "rows.jsonl") / "README.md")
+    assert card.data.base_model == "Owner/Model-7B" and "The licence of Owner/Model-7B is not known here" in card.text
+
+
+def test_runs_that_name_each_other_end_at_the_last_of_them(base, tmp_path):
+    first = without_card(export(tmp_path, "one", SFTConfig, str(base), "--data.train", "rows.jsonl"))
+    second = without_card(export(tmp_path, "two", RLConfig, str(first), "--data.train", "rows.jsonl"))
+    save_config(load_config(SFTConfig, ["--run.name", "one", "--run.dir", str(tmp_path), "--model.path", str(second),
+                                        "--data.train", "rows.jsonl"]), tmp_path / "one" / "config.yaml")  # fmt: skip
+    assert "Trained from **one** (itself trained from hf) by" in card_of(second.resolve().parent)
+
+
 def test_a_setting_that_was_changed_on_the_way_is_the_one_that_is_named(base, tmp_path):
     checkpoint = export(tmp_path, "r", RLConfig, str(base), "--data.train", "rows.jsonl").parent
     (tmp_path / "r" / "changes.jsonl").write_text(json.dumps({"step": 10, "changes": {"optim.lr": [1e-6, 5e-7]}}))
