@@ -102,6 +102,7 @@ from functools import partial
 from torch.optim import Optimizer
 
 from arpo.checkpoint import Saver
+from arpo.checkpoint.best import no_best
 from arpo.data.order import make_order
 from arpo.engine import Engine
 from arpo.engine.team import form_team
@@ -263,13 +264,16 @@ def open_log(cfg: RLConfig, ranks: Ranks, done_steps: int) -> RunLog:
 
 
 def log_plan(cfg: RLConfig, num_steps: int, log: RunLog) -> None:
-    """Log the expected branching, warnings about the options, and the cost of the tool calls."""
+    """Log the expected branching, warnings about the options, calls' cost, and why there will be no RUN/best."""
     log.line(checks.forecast(cfg.rollout, cfg.branching))
     for warning in checks.doubts(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss):
         log.line(warning)
     calls = expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step)
     if calls:
         log.line(calls)
+    missing = no_best(cfg.run, cfg.data.valid)
+    if missing:
+        log.line(missing)
 
 
 def make_sampler(cfg: RLConfig, engine: Engine, env: Environment, *, score: Scoring, log: RunLog) -> Sampler:

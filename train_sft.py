@@ -49,6 +49,7 @@ import torch
 
 from arpo.batch import MicroBatch, Row, microbatches
 from arpo.checkpoint import Saver
+from arpo.checkpoint.best import no_best
 from arpo.data import PromptOrder
 from arpo.data.hub import local_file
 from arpo.log import RunLog
@@ -100,6 +101,9 @@ def main(cfg: SFTConfig) -> None:
         f"{len(train_rows)} training and {len(valid_rows)} validation conversations, {num_steps} steps, "
         f"{ranks.world_size} ranks, from step {done_steps}"
     )
+    missing = no_best(run, cfg.data.valid)
+    if missing:
+        log.line(missing)
     validates = bool(valid_rows and run.validate_every)
     if done_steps == 0:
         start = {

@@ -15,10 +15,28 @@ from pathlib import Path
 
 import arpo.checkpoint.manifest as manifest
 from arpo.checkpoint.export import point_to
+from arpo.config.sections import RunConfig
 from arpo.log.metrics_file import rows_until
 
 ACCURACY, REWARD, NLL = "valid/accuracy", "valid/reward", "valid/nll"
 NAMES = (ACCURACY, f"{ACCURACY}_low", f"{ACCURACY}_high", REWARD, NLL)
+
+
+def no_best(run: RunConfig, valid: str) -> str:
+    """Return the line that says at the start why RUN/best will never be there; "" where it will, or is not wanted.
+
+    valid: data.valid.
+    """
+    if not run.keep_best:
+        return ""
+    reasons = {
+        "data.valid is empty": not valid,
+        "run.validate_every=0": not run.validate_every,
+        "run.save_hf_every=0": not run.save_hf_every,
+    }
+    if missing := [reason for reason, holds in reasons.items() if holds]:
+        return f"there will be no {run.folder}/best ({', '.join(missing)}): docs/data.md#hold-some-rows-out"
+    return ""
 
 
 def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:

@@ -7,11 +7,13 @@ import signal
 import sys
 
 import pytest
+from helpers.edits import ROOT
 from helpers.ranks import run_ranks, start_ranks
 from helpers.records import logged
 from helpers.saving import begin, change
 
-from arpo.checkpoint.best import keep_best
+from arpo.checkpoint.best import keep_best, no_best
+from arpo.config.sections import RunConfig
 
 
 def add_row(run, step: int, accuracy: float | None = None, **values: float) -> None:
@@ -163,3 +165,21 @@ def test_a_kill_in_the_choice_is_made_good_by_the_next_start(tiny_model_dir, tmp
         assert [step for step, _ in run_ranks(2, begun_again, model, folder)] == [2, 2]
         assert (folder / "run" / "best").resolve().name == "best_000002", event
         assert (folder / "run" / "best" / "model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "valid", "reasons"),
+    [
+        ({}, "valid.jsonl", ""),
+        ({}, "", "data.valid is empty"),
+        ({"validate_every": 0}, "valid.jsonl", "run.validate_every=0"),
+        ({"save_hf_every": 0}, "", "data.valid is empty, run.save_hf_every=0"),
+        ({"keep_best": False, "validate_every": 0}, "", ""),
+    ],
+)
+def test_a_run_that_will_have_no_best_model_says_so_at_the_start(changes, valid, reasons):
+    """Others found out at the end: ashleve/lightning-hydra-template#390, i-machine-think/machine#72."""
+    said = no_best(RunConfig(name="mine", **changes), valid)
+    expected = f"there will be no runs/mine/best ({reasons}): docs/data.md#hold-some-rows-out"
+    assert said == (expected if reasons else "")
+    assert "\n## Hold some rows out\n" in (ROOT / "docs" / "data.md").read_text()
