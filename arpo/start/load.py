@@ -21,13 +21,15 @@ from typing import Any, TypeVar
 
 from arpo.config.bounded import Written, read_yaml
 from arpo.config.exits import check_launch, exit_interrupted, exit_with
-from arpo.config.facts import ignored, out_of_range
+from arpo.config.facts import Ignored, ignored, out_of_range
+from arpo.start.file_order import overridden_recipes, swap_hint
 from arpo.config.flags import parse
 from arpo.config.foreign import OURS
 from arpo.config.keys import Kind, check_known, field_names
 from arpo.errors import PrintableRecord, UserError
 from arpo.start.pins import pin_config, pin_models
 
+logger = logging.getLogger(__name__)
 C, T = TypeVar("C"), TypeVar("T")
 COMMAND_LINE = "command line"
 ALSO = "\n  also: "
@@ -63,9 +65,12 @@ def load_config(root: type[C], argv: list[str] | None = None) -> C:
     settings: dict[str, Setting] = {}
     if paths and "run.name" in known:
         settings["run.name"] = Setting(["-".join(path.stem for path in paths)], str(paths[0]), -1)
-    for level, path in enumerate(paths):
-        found = yaml_settings(path, known, getattr(root, "SCRIPT", ""))
-        settings |= {key: Setting(values, str(path), level) for key, values in found.items()}
+    files = [(str(path), yaml_settings(path, known, getattr(root, "SCRIPT", ""))) for path in paths]
+    for level, (path, found) in enumerate(files):
+        settings |= {key: Setting(values, path, level) for key, values in found.items()}
+    if os.environ.get("RANK", "0") == "0":
+        for warning in overridden_recipes(files):
+            logger.warning(warning)
     settings |= {key: Setting(values, COMMAND_LINE, len(paths)) for key, values in flag_settings(argv, known).items()}
     where = " and ".join([*map(str, paths), *([COMMAND_LINE] if argv or not paths else [])])
     return resolve(root, settings, where)
@@ -93,10 +98,17 @@ def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
             return cfg
         overruled = [one for one in useless if levels.get(one.owner, -1) > levels[one.knob]]
         if not overruled:
-            raise UserError(ALSO.join(f"{settings[one.knob].where}: {one.message}" for one in useless))
+            raise UserError(ALSO.join(no_effect(one, settings) for one in useless))
         for one in overruled:
             settings.pop(one.knob, None)
             levels[one.knob] = levels[one.owner]
+
+
+def no_effect(useless: Ignored, settings: dict[str, Setting]) -> str:
+    """Return the message for a setting without effect; with a hint, if it is in a file behind the one that says so."""
+    on, off = settings[useless.knob], settings.get(useless.owner)
+    hint = swap_hint(off.where, on.where) if off and 0 <= off.level < on.level and on.where != COMMAND_LINE else ""
+    return f"{on.where}: {useless.message}{hint}"
 
 
 def _tokens(key: str, values: list[str]) -> list[str]:

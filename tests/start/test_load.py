@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -81,8 +82,49 @@ def test_a_later_switch_takes_what_earlier_files_said_of_its_knobs_with_it(tmp_p
     assert load_config(RLConfig, [str(tmp_path / "saved.yaml")]) == cfg
     two_steps_away = load_config(RLConfig, [model, "--advantage.kind", "gae"]).advantage
     assert two_steps_away == AdvantageConfig(kind="gae")
-    with pytest.raises(UserError, match=r"model\.yaml: branching\.num_initial_rollouts=6 is ignored unless"):
+    with pytest.raises(UserError, match=r"model\.yaml: branching\.num_initial_rollouts=6 is ignored unless") as refused:
         load_config(RLConfig, [grpo, model])
+    hint = f"{grpo} says so, and comes before: put the model's file first ({model} {grpo})"
+    assert hint in str(refused.value)
+    both = write(tmp_path / "both.yaml", "data: {train: x}\nbranching: {selector: none, num_initial_rollouts: 6}\n")
+    with pytest.raises(UserError) as refused:  # within one file there is nothing to swap, nor for a flag
+        load_config(RLConfig, [both])
+    assert "is ignored unless" in str(refused.value) and "put the model's file first" not in str(refused.value)
+    with pytest.raises(UserError) as refused:
+        load_config(RLConfig, [grpo, "--data.train", "x", "--branching.num_initial_rollouts", "6"])
+    assert "is ignored unless" in str(refused.value) and "put the model's file first" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "lost"),
+    [
+        (["arpo_top", "qwen3_14b"], "branching.num_initial_rollouts"),
+        (["one_gpu", "qwen2.5_7b"], "optim.lr"),
+        (["qwen3_14b", "arpo_top"], ""),
+        (["qwen2.5_7b", "arpo", "one_gpu"], ""),
+        (["demo_arpo", "demo_hard"], ""),  # two files with a model: the later one is another task
+        (["at2po", "qwen2.5_7b"], ""),  # the wrong order, without effect
+    ],
+)
+def test_a_recipe_that_the_models_file_overrides_is_said_with_the_order_that_keeps_it(files, lost, caplog):
+    """Nothing else tells: the run goes on with the other number of roots. Later files that win in silence:
+    berlinonline/converjon#134, matrix-org/matrix-authentication-service#3136."""
+    paths = [f"{ROOT}/configs/{name}.yaml" for name in files]
+    with suppress(UserError):  # some of it is also refused
+        load_config(RLConfig, [*paths, "--tools.search.zone", "z"])
+    said = [record.getMessage() for record in caplog.records]
+    if not lost:
+        assert said == []
+        return
+    [line] = said
+    assert line.startswith(f"warning: {paths[1]} comes after {paths[0]} and overrides its ")
+    assert lost in line and line.endswith(f"put the model's file first: {paths[1]} {paths[0]}")
+
+
+def test_of_several_ranks_the_first_alone_says_it(monkeypatch, caplog):
+    monkeypatch.setenv("RANK", "1")
+    load_config(RLConfig, [f"{ROOT}/configs/{name}.yaml" for name in ("arpo_top", "qwen3_14b")])
+    assert not caplog.records
 
 
 def test_the_defaults_are_the_papers_7b_recipe():
