@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from arpo.evals import bootstrap_means, interval_of, mean, pass_at_k
+from arpo.evals import bootstrap_means, interval_of, mean, pass_at_k, wilson_interval
 from arpo.evals.grading import well_formed
 from arpo.evals.records import Grade, Record
 from arpo.metrics import source_names
@@ -27,8 +27,8 @@ MUTED = "_muted"
 def benchmark_scores(records: Sequence[Record], grades: Sequence[Grade], *, seed: int = 0) -> Scores:
     """Return the scores of one benchmark; `grades[i]` is the grade of `records[i]`.
 
-    `accuracy` is avg@n: the mean of `correct` over questions and samples, with a 95 % bootstrap interval over
-    questions. `pass@k` is unbiased, over the questions with at least k samples. A sample is solved if `correct` is 1.
+    `accuracy` is avg@n: the mean of `correct` over questions and samples, with its 95 % interval over questions
+    (`accuracy_interval`). `pass@k` is unbiased, over the questions with at least k samples. A sample is solved if `correct` is 1.
     Counts of tokens, calls and seconds are means over trajectories.
     """
     # In a fixed order, since sums of floats depend on it.
@@ -71,7 +71,8 @@ def accuracy_scores(grades: Sequence[Grade], *, seed: int = 0) -> Scores:
 
 def scores_of_samples(questions: Sequence[Sequence[float]], *, seed: int) -> Scores:
     """Return `accuracy_scores` from numbers: `questions[i][j]` is `correct` (0..1) of sample j of question i."""
-    low, high = interval_of(bootstrap_means([mean(samples) for samples in questions], seed=seed))
+    resampled = bootstrap_means([mean(samples) for samples in questions], seed=seed)
+    low, high = accuracy_interval(resampled, len(questions))
     num_samples = max(map(len, questions))
     return {
         "questions": len(questions),
@@ -81,6 +82,15 @@ def scores_of_samples(questions: Sequence[Sequence[float]], *, seed: int) -> Sco
         "accuracy_high": high,
         **{f"pass@{k}": mean(pass_values(questions, k)) for k in ks_of(num_samples)},
     }
+
+
+def accuracy_interval(resampled: np.ndarray, num_questions: float) -> tuple[float, float]:
+    """Return the 95 % interval of an accuracy: the bootstrap's, or Wilson's where all answers are right or all wrong.
+
+    There every resampled mean is the same, and the bootstrap would say that ten right answers prove 100 %.
+    """
+    low, high = interval_of(resampled)
+    return wilson_interval(low, num_questions) if low == high and low in (0.0, 1.0) else (low, high)
 
 
 def correct_by_question(grades: Sequence[Grade]) -> dict[str, list[float]]:
@@ -155,7 +165,9 @@ def averages(
     table = {}
     for family, names in sorted(members.items(), key=lambda item: item[0] == ALL):
         if family and len(names) > 1:
-            low, high = interval_of(np.mean([resampled[name] for name in names], axis=0))
+            # Each benchmark counts the same, so the small ones decide how sure the mean is.
+            num_questions = len(names) ** 2 / sum(1 / scores[name]["questions"] for name in names)
+            low, high = accuracy_interval(np.mean([resampled[name] for name in names], axis=0), num_questions)
             passes = [key for key in scores[names[0]] if key.startswith("pass@")]
             common = [key for key in passes if all(key in scores[name] for name in names)]
             means = {key: mean(scores[name][key] for name in names) for key in ("accuracy", *common)}

@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 from arpo.config.bounded import Written, read_yaml
 from arpo.config.exits import check_launch, exit_interrupted, exit_with
 from arpo.config.facts import Ignored, ignored, out_of_range
-from arpo.start.file_order import overridden_recipes, swap_hint
 from arpo.config.flags import parse
 from arpo.config.foreign import OURS
 from arpo.config.keys import Kind, check_known, field_names
 from arpo.errors import PrintableRecord, UserError
+from arpo.start.file_order import overridden_recipes, swap_hint
 from arpo.start.pins import pin_config, pin_models
 
 logger = logging.getLogger(__name__)

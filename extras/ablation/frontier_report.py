@@ -9,7 +9,7 @@ from statistics import fmean
 
 from arpo.evals.tables import markdown_table
 from extras.ablation.frontier_runs import IN_A_ROW, RULES, TARGET, WORLDS, Setting, cost, tuning_cost
-from extras.ablation.results import draw_forest, estimate
+from extras.ablation.results import draw_forest, estimate, estimate_share
 
 RIVALS = ("grpo", "grpo_keep")
 COSTS = {"calls": "tool calls", "tokens": "sampled tokens", "steps": "steps"}
@@ -172,7 +172,7 @@ def draw(runs: Comparison, reference: Setting, path: Path) -> None:
         cells[reference.folder_name] = {"mean": 1.0}
         panels.append((f"{COSTS[what]} to {TARGET:.0%} right moves\nrelative to {reference.name}", 1.0, cells))
     ends = {
-        setting.folder_name: estimate([line["curve"]["trail"][-1] for line in of_setting.values()])
+        setting.folder_name: estimate_share([line["curve"]["trail"][-1] for line in of_setting.values()])
         for setting, of_setting in runs.items()
     }
     panels.append(("accuracy at the end", None, ends))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arpo.evals import mean
+from arpo.evals import mean, wilson_interval
 from arpo.evals.tables import markdown_table, with_interval
 from arpo.log import read_metrics
 
@@ -120,6 +120,27 @@ def estimate(values: Sequence[float]) -> dict[str, float]:
     return {"mean": centre, "low": centre - half, "high": centre + half, "seeds": n}
 
 
+def estimate_share(values: Sequence[float]) -> dict[str, float]:
+    """Return the mean over n seeds of accuracies in [0, 1] with a 95 % interval that stays there; fewer than three
+    have none.
+
+    A t interval would not: 0.78, 0.95, 0.97 -> 0.90 [0.64, 1.16]. This is Wilson's interval of as many answers as would
+    make a share vary as much as the seeds do (their effective number, Korn and Graubard 1998), with Student's t as the
+    quantile.
+    """
+    from scipy.special import stdtrit
+
+    n, centre = len(values), mean(values)
+    if n < 3:
+        return {"mean": centre, "seeds": n}
+    variance = float(np.var(values, ddof=1)) / n
+    if variance == 0:
+        return {"mean": centre, "low": centre, "high": centre, "seeds": n}
+    num_answers = centre * (1 - centre) / variance
+    low, high = wilson_interval(centre, num_answers, quantile=float(stdtrit(n - 1, 0.975)))
+    return {"mean": centre, "low": low, "high": high, "seeds": n}
+
+
 def paired_difference(runs: list[RunResult], reference: list[RunResult]) -> dict[str, float] | None:
     """Estimate the accuracy of `runs` minus that of `reference`, seed by seed; None where no seed is in both."""
     base = {run.seed: run.accuracy for run in reference}
@@ -149,7 +170,7 @@ def compare_algorithms(
         reached = [step for run in runs if (step := run.steps_until(target_reward)) is not None]
         seconds = [time for run in runs if (time := run.seconds_until(target_reward)) is not None]
         row = table[algorithm] = {
-            "accuracy": estimate([run.accuracy for run in runs]),
+            "accuracy": estimate_share([run.accuracy for run in runs]),
             "reward": estimate([mean(s["reward"] for s in run.scores.values()) for run in runs]),
             "steps_to_target": {"mean": mean(reached) if reached else None, "seeds": len(reached)},
             "seconds_to_target": estimate(seconds) if seconds else None,
@@ -157,9 +178,9 @@ def compare_algorithms(
         }
         for name, (metric, _) in EQUAL.items():
             known = [value for run in runs if (value := run.accuracy_at(metric, least[name])) is not None]
-            row[name] = {"spent": least[name]} | estimate(known) if known else None
+            row[name] = {"spent": least[name]} | estimate_share(known) if known else None
         ends = [end for run in runs if (end := run.last_and_best())]
-        row["end"] = {"last": estimate([last for last, _ in ends])} if ends else None
+        row["end"] = {"last": estimate_share([last for last, _ in ends])} if ends else None
         if ends:
             row["end"] |= {"least": min(last for last, _ in ends), "lost": max(best - last for last, best in ends)}
         row["reasons"] = {}
@@ -181,7 +202,7 @@ def references_of(table: dict[str, dict]) -> list[str]:
 
 
 def interval(cell: dict | None, sign: str = "", digits: int = 3) -> str:
-    """Return an estimate as text: over n seeds, from three on with its t interval."""
+    """Return an estimate as text: over n seeds, from three on with its interval."""
     if not cell:
         return ""
     if "low" not in cell:
@@ -196,7 +217,7 @@ def algorithms_table(table: dict[str, dict], target_reward: float) -> str:
     and what the branching signal did. A difference may be over fewer seeds than its algorithm has.
     """
     references = references_of(table)
-    head = ["algorithm", "seeds", "accuracy [95 % t]", "reward", *(f"minus {r} [95 % t]" for r in references)]
+    head = ["algorithm", "seeds", "accuracy [95 %]", "reward", *(f"minus {r} [95 % t]" for r in references)]
     head += [name.removesuffix("_s").replace("_", " ") + (" s" if name.endswith("_s") else "") for name in TOTALS]
     head += [f"steps to reward {target_reward:g}", "seconds to it [95 % t]"]
     rows = []
@@ -212,10 +233,10 @@ def algorithms_table(table: dict[str, dict], target_reward: float) -> str:
     for entry, (_, name) in EQUAL.items():
         if known := {algorithm: row[entry] for algorithm, row in table.items() if row[entry]}:
             spent = next(iter(known.values()))["spent"]
-            head = ["algorithm", "runs", f"greedy validation accuracy after {spent:,.0f} {name} [95 % t]"]
+            head = ["algorithm", "runs", f"greedy validation accuracy after {spent:,.0f} {name} [95 %]"]
             tables.append(markdown_table(head, [[n, str(c["seeds"]), interval(c)] for n, c in known.items()]))
     if ends := {algorithm: row["end"] for algorithm, row in table.items() if row["end"]}:
-        head = ["algorithm", "validation accuracy at the end [95 % t]", "least of a run", "most that a run has lost"]
+        head = ["algorithm", "validation accuracy at the end [95 %]", "least of a run", "most that a run has lost"]
         cells = [[n, interval(end["last"]), f"{end['least']:.3f}", f"{end['lost']:.3f}"] for n, end in ends.items()]
         tables.append(markdown_table(head, cells))
     reasons = {name: row["reasons"] for name, row in table.items() if row["reasons"]}
@@ -243,6 +264,7 @@ def draw_forest(panels: Sequence[tuple[str, float | None, dict[str, dict | None]
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     rows = list(dict.fromkeys(name for _, _, cells in panels for name, cell in cells.items() if cell))
     size = (1.4 + 2.9 * len(panels), 0.9 + 0.24 * len(rows))
@@ -258,6 +280,7 @@ def draw_forest(panels: Sequence[tuple[str, float | None, dict[str, dict | None]
         if null is not None:
             axis.axvline(null, color="0.35", linestyle=":", linewidth=1)
         axis.set_title(title, fontsize=10)
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=4))  # more labels of "-0.075" run into each other
         axis.grid(axis="x", alpha=0.3)
         axis.tick_params(axis="y", length=0)
         axis.spines[["top", "right", "left"]].set_visible(False)

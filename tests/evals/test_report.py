@@ -10,6 +10,7 @@ import pytest
 from helpers.eval_records import CALL, boxed, record
 from helpers.sample_groups import HOSTILE
 
+from arpo.evals import wilson_interval
 from arpo.evals.grading import grade_records
 from arpo.evals.records import Grade, Record, read_grades
 from arpo.evals.report import write_report
@@ -104,6 +105,20 @@ def test_the_interval_is_over_questions_not_over_their_samples():
         num_covered += s["accuracy_low"] <= 0.5 <= s["accuracy_high"]
         assert s["accuracy_high"] - s["accuracy_low"] > 0.2  # over trajectories it would be 0.11
     assert num_covered >= 34
+
+
+@pytest.mark.parametrize(("correct", "interval"), [(1.0, (0.722, 1.0)), (0.0, (0.0, 0.278))])
+def test_ten_answers_that_are_all_right_or_all_wrong_do_not_prove_it(correct, interval):
+    """NVIDIA/garak#2033: a bootstrap has no width there. Wilson's bounds for 10 of 10 are those given there."""
+    grades = [
+        Grade(f"{q}", i, {}, correct, "f1", "") for q in range(10) for i in range(4)
+    ]  # samples prove nothing more
+    s = accuracy_scores(grades)
+    assert (s["accuracy_low"], s["accuracy_high"]) == pytest.approx(interval, abs=5e-4)
+    more = [Grade(f"{q}", 0, {}, correct, "f1", "") for q in range(90)]
+    both = averages({"a": grades, "b": more}, {})["all"]  # weights of a half: as sure as 36 answers
+    assert (both["accuracy_low"], both["accuracy_high"]) == pytest.approx(wilson_interval(correct, 36.0))
+    assert 0 <= both["accuracy_low"] <= both["accuracy_high"] <= 1
 
 
 def test_the_order_of_the_records_changes_nothing(report):

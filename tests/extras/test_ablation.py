@@ -17,7 +17,7 @@ from arpo.errors import UserError
 from arpo.start.load import load_config
 from extras.ablation import runs as ablation
 from extras.ablation.config import ALGORITHMS, AblationConfig
-from extras.ablation.results import algorithms_table, compare_algorithms, estimate, read_run
+from extras.ablation.results import algorithms_table, compare_algorithms, estimate, estimate_share, read_run
 
 TRAIN = """
 run: {save_every: 0}
@@ -155,14 +155,34 @@ def test_the_markdown_has_a_row_per_algorithm_and_says_never(tmp_path):
     assert "| +0.000 |" in arpo and "decode" not in head
 
 
-def test_an_interval_over_seeds_is_students_and_says_its_n(tmp_path):
-    """Three seeds, 0.4, 0.5, 0.6: std 0.1, t of 2 degrees 4.3027, so 0.5 +- 4.3027 * 0.1 / sqrt(3) = 0.2484."""
+def runs_of(folder, algorithm: str, accuracies: list[float]) -> list:
+    """Runs with these accuracies, one a seed."""
     runs = []
-    for seed, accuracy in enumerate([0.4, 0.5, 0.6]):
-        write_run(tmp_path / f"grpo_seed{seed}", accuracy, [0.5])
-        runs.append(read_run(tmp_path / f"grpo_seed{seed}", "grpo", seed))
-    table = compare_algorithms(runs, 0.8)
-    assert "| grpo | 3 | 0.500 [0.252, 0.748] n=3 |" in algorithms_table(table, 0.8)
+    for seed, accuracy in enumerate(accuracies):
+        write_run(folder / f"{algorithm}_seed{seed}", accuracy, [0.5])
+        runs.append(read_run(folder / f"{algorithm}_seed{seed}", algorithm, seed))
+    return runs
+
+
+def test_an_interval_over_seeds_is_with_students_quantile_and_says_its_n(tmp_path):
+    """Accuracies 0.4, 0.5, 0.6: variance of the mean 0.01 / 3, as of 0.25 * 300 = 75 answers; t of 2 degrees 4.3027.
+    Wilson: 0.5 +- 4.3027 * sqrt(0.25 / 75 + 18.513 / (4 * 75^2)) / (1 + 18.513 / 75) = 0.2225.
+    Differences 0.0, 0.1, 0.2 have the t interval: std 0.1, 0.1 +- 4.3027 * 0.1 / sqrt(3) = 0.2484."""
+    runs = runs_of(tmp_path, "grpo", [0.4, 0.5, 0.6]) + runs_of(tmp_path, "arpo", [0.4, 0.6, 0.8])
+    text = algorithms_table(compare_algorithms(runs, 0.8), 0.8)
+    assert "| grpo | 3 | 0.500 [0.278, 0.722] n=3 |" in text
+    assert "| +0.100 [-0.148, +0.348] n=3 |" in text
+
+
+def test_an_accuracy_over_seeds_has_no_interval_beyond_1(tmp_path):
+    """It was "0.901 [0.768, 1.035]". Others: confident-ai/deepeval#3077, UKGovernmentBEIS/inspect_ai#4980."""
+    runs = runs_of(tmp_path, "grpo", [0.78, 0.95, 0.97]) + runs_of(tmp_path, "arpo", [1.0, 1.0, 1.0])
+    text = algorithms_table(compare_algorithms(runs, 0.8), 0.8)
+    assert "| grpo | 3 | 0.900 [0.469, 0.989] n=3 |" in text and "| arpo | 3 | 1.000 [1.000, 1.000] n=3 |" in text
+    rng = np.random.default_rng(0)
+    cells = [estimate_share(rng.beta(27.25, 1.434, size=5)) for _ in range(2000)]  # mean 0.95, deviation 0.04
+    assert 0.93 < np.mean([cell["low"] <= 0.95 <= cell["high"] for cell in cells]) < 0.96  # the t interval: 0.92
+    assert all(0 < cell["low"] < cell["high"] < 1 for cell in cells)
 
 
 def test_the_intervals_cover_the_mean_as_often_as_they_say():
