@@ -9,6 +9,9 @@ optimizer state and activations of a tiny model are measured (last line; ratio =
 With --config FILE ..., the step that the files describe to train_rl.py is estimated for its own model, with responses
 no longer than its limits and tool calls only if it has tools; exit code 1 with a warning says that it cannot fit.
 Without, the defaults of train_rl.py (the paper's 7B recipe) are taken for all sizes.
+
+If one of the files is called ...sft.yaml, the step is that of train_sft.py, and the hours are those of the whole run
+(--conversations: how many the file has; --conversation_tokens: their mean length, which decides the time).
 """
 
 from __future__ import annotations
@@ -32,12 +35,15 @@ from arpo.start.memory import FP32, GIB
 from benchmarks.shared.cost_model import (
     MODELS,
     OTHER_MODELS,
+    SftWorkload,
     Shape,
     Workload,
     activation_bytes,
     memory,
     misfits,
     seconds,
+    sft_memory,
+    sft_seconds,
     shape_from_json,
 )
 from benchmarks.shared.hardware import HARDWARE, Hardware
@@ -46,6 +52,9 @@ from benchmarks.shared.hardware import HARDWARE, Hardware
 
 COLUMNS = ("model", "nodes", "prompts", "train GiB", "rollout GiB", "KV GiB", "rollout s (tail)", "logprobs s")
 COLUMNS += ("update s (comm)", "sync s", "step s")
+SFT_COLUMNS = ("model", "nodes", "conversations", "train GiB", "step s (comm)", "steps", "hours")
+KNOWN_CONVERSATIONS = {"dongguanting/ARPO-SFT-54K": 54_000}
+"""Data set -> its conversations, about."""
 
 
 def row(name: str, shape: Shape, work: Workload, hw: Hardware, nodes: int) -> str:
@@ -81,8 +90,8 @@ def from_config(paths: list[str]) -> tuple[str, Workload]:
     try:
         cfg = load_config(RLConfig, paths)
     except UserError as error:
-        if any(Path(path).stem.endswith("sft") for path in paths):
-            raise UserError(f"{error}; scaling.py estimates RL only, so pass an algorithm's file (arpo.yaml)") from None
+        if "num_conversations_per_step" in str(error):
+            raise UserError(f"{error}; for SFT name it ...sft.yaml, and scaling.py estimates train_sft.py") from None
         raise
     work = Workload(
         num_prompts=cfg.data.num_prompts_per_step,
@@ -105,6 +114,50 @@ def from_config(paths: list[str]) -> tuple[str, Workload]:
         **lengths(cfg.data.max_prompt_tokens, cfg.rollout, num_tools=len(cfg.tools.names)),
     )
     return cfg.model.path, work
+
+
+def is_of_sft(paths: list[str]) -> bool:
+    """Whether the files are for train_sft.py, which their names say: configs/sft.yaml, configs/demo_sft.yaml."""
+    return any(Path(path).stem.endswith("sft") for path in paths)
+
+
+def sft_from_config(paths: list[str], num_conversations: int) -> tuple[str, SftWorkload, int]:
+    """(model path, what the files say of the step, steps of the run; 0 if that is not known).
+
+    num_conversations: those of the file; 0 = as many as the papers' data set has, if it is that one. Raises UserError
+    like train_sft.py.
+    """
+    from arpo.start.load import load_config
+    from train_sft import SFTConfig
+
+    cfg = load_config(SFTConfig, paths)
+    work = SftWorkload(
+        model=cfg.model,
+        num_conversations=cfg.data.num_conversations_per_step,
+        max_tokens_per_microbatch=cfg.data.max_tokens_per_microbatch,
+        offload=cfg.optim.offload,
+    )
+    num_conversations = num_conversations or KNOWN_CONVERSATIONS.get(cfg.data.train, 0)
+    of_epochs = cfg.run.num_epochs * (num_conversations // cfg.data.num_conversations_per_step)
+    return cfg.model.path, work, cfg.run.num_steps or of_epochs
+
+
+def sft_table(name: str, shape: Shape, work: SftWorkload, hw: Hardware, nodes: list[int], num_steps: int) -> list[str]:
+    """Return a line for each number of nodes."""
+    lines = [f"| {' | '.join(SFT_COLUMNS)} |", "|" + "---|" * len(SFT_COLUMNS)]
+    training = sft_memory(shape, work, hw).training / GIB
+    for num_nodes in nodes:
+        cells = [name, str(num_nodes), str(work.num_conversations), f"{training:.0f}"]
+        if training > hw.memory_gib:
+            lines.append(
+                f"| {' | '.join(cells)} | does not fit: training needs {training:.0f} of {hw.memory_gib} GiB |"
+            )
+            continue
+        step, exposed = sft_seconds(shape, work, hw, num_nodes * hw.gpus_per_node)
+        hours = f"{num_steps * step / 3600:.1f}" if num_steps else "?"
+        cells += [f"{step:.2f} ({exposed:.2f})", str(num_steps or "?"), hours]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def lengths(max_prompt_tokens: int, rollout: RolloutConfig, *, num_tools: int) -> dict[str, float]:
@@ -174,15 +227,38 @@ def measure(shape: Shape, num_tokens: int) -> dict[str, tuple[float, float]]:
     }
 
 
+def estimate_sft(args: argparse.Namespace, hw: Hardware) -> None:
+    """Print the table of train_sft.py's step. Ends with a warning if it fits nowhere. Raises UserError."""
+    path, work, num_steps = sft_from_config(args.config, args.conversations)
+    work = replace(work, conversation_tokens=args.conversation_tokens)
+    path = args.model or path
+    lines = sft_table(path, shape_of(path), work, hw, args.nodes, num_steps)
+    print(f"{args.hardware}: {hw}\n{work}\n")
+    print("\n".join(lines))
+    if not num_steps:
+        print("\nsteps and hours: pass --conversations N, or --run.num_steps in a file")
+    if all("does not fit" in line for line in lines[2:]):
+        sys.exit(
+            f"warning: {' '.join(args.config)} does not fit on {args.hardware}; lower data.max_tokens_per_microbatch"
+        )
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", choices=HARDWARE, default="8xH100-80GB")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--config", nargs="+", help="estimate this step only, for its own model, or --model")
     parser.add_argument("--model", help="a model's folder, or its name, where the config's model.path is not there yet")
+    parser.add_argument("--conversations", type=int, default=0, help="SFT: conversations of the training file")
+    parser.add_argument(
+        "--conversation_tokens", type=float, default=SftWorkload.conversation_tokens, help="SFT: their mean length"
+    )
     parser.add_argument("--quick", action="store_true", help="measure a smaller model")
     args = parser.parse_args(argv)
     hw, work, models = HARDWARE[args.hardware], Workload(), MODELS
+    if args.config and is_of_sft(args.config):
+        estimate_sft(args, hw)
+        return
     if args.config:
         path, work = from_config(args.config)
         path = args.model or path

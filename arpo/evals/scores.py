@@ -28,8 +28,8 @@ def benchmark_scores(records: Sequence[Record], grades: Sequence[Grade], *, seed
     """Return the scores of one benchmark; `grades[i]` is the grade of `records[i]`.
 
     `accuracy` is avg@n: the mean of `correct` over questions and samples, with its 95 % interval over questions
-    (`accuracy_interval`). `pass@k` is unbiased, over the questions with at least k samples. A sample is solved if `correct` is 1.
-    Counts of tokens, calls and seconds are means over trajectories.
+    (`accuracy_interval`). `pass@k` is unbiased, over the questions with at least k samples. A sample is solved if
+    `correct` is 1. Counts of tokens, calls and seconds are means over trajectories.
     """
     # In a fixed order, since sums of floats depend on it.
     pairs = sorted(zip(records, grades, strict=True), key=lambda pair: (pair[0].question_id, pair[0].sample))

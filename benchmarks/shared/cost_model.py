@@ -341,6 +341,45 @@ def train_seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> 
     return old, update + update_exposed + optimizer, models * old_exposed + update_exposed
 
 
+@dataclass(frozen=True)
+class SftWorkload:
+    """One step of train_sft.py."""
+
+    model: ModelConfig
+    num_conversations: int
+    max_tokens_per_microbatch: int
+    offload: bool = False
+    """AdamW's moments are in host memory but for the optimizer step (optim.offload)."""
+    conversation_tokens: float = 2000.0
+    """Mean tokens of a conversation, with prompt and results."""
+    imbalance: float = 1.3
+    """Tokens of the rank that the others wait for / the mean of all ranks, as conversations differ in length."""
+
+
+def sft_memory(shape: Shape, work: SftWorkload, hw: Hardware) -> Memory:
+    """Return what SFT needs of a GPU. No engine runs beside it."""
+    one = Job(shape.sizes, work.model, num_shards=work.model.shard_size or hw.gpus_per_node, offload=work.offload)
+    return memory_of_job(shape, one, work.max_tokens_per_microbatch, hw.memory_gib * GIB, hw.reserved_gib * GIB)
+
+
+def sft_seconds(shape: Shape, work: SftWorkload, hw: Hardware, num_gpus: int) -> tuple[float, float]:
+    """(seconds of a step, of which collectives that do not hide). With LoRA no gradient of a whole matrix is reduced,
+    and the optimizer's step is taken as nothing."""
+    tokens = work.imbalance * work.num_conversations * work.conversation_tokens / num_gpus
+    forward = forward_flops(shape, tokens, work.conversation_tokens / 2) / (hw.train_share * hw.bf16_tflops * 1e12)
+    compute = (4 if work.model.recompute_every_n_layers else 3) * forward
+    micros = max(1, math.ceil(tokens / work.max_tokens_per_microbatch))
+    shards = work.model.shard_size or hw.gpus_per_node
+    gather = gather_seconds(shape, BF16, hw, shards)
+    collectives, optimizer = 2 * micros * gather, 0.0
+    if not work.model.lora_rank:
+        sent = 2 * FP32 * shape.parameters / shards * (1 - shards / num_gpus)
+        collectives += micros * gather_seconds(shape, FP32, hw, shards) + sent / (hw.link_share * hw.network_gb_s * 1e9)
+        optimizer = 7 * FP32 * shape.parameters / shards / (hw.memory_gb_s * 1e9)
+    exposed = collectives - min(hw.overlap * collectives, compute)
+    return compute + exposed + optimizer, exposed
+
+
 def seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> Seconds:
     rollout, tail = rollout_seconds(shape, work, hw, num_gpus)
     old_logprobs, update, collectives = train_seconds(shape, work, hw, num_gpus)

@@ -169,7 +169,55 @@ def test_the_papers_recipe_is_assumed_as_before():
         assert getattr(work, name) == getattr(default, name)
 
 
-def test_a_config_of_sft_is_told_that_the_estimate_is_of_rl():
-    files = [str(ROOT / "configs" / f"{name}.yaml") for name in ("qwen3_14b", "sft")]
-    with pytest.raises(UserError, match=r"unknown key .*; scaling\.py estimates RL only"):
-        scaling.from_config(files)
+SFT = [f"{ROOT}/configs/{name}.yaml" for name in ("qwen2.5_7b", "sft")]
+
+
+def test_a_step_of_sft_takes_what_its_tokens_take():
+    """7B on eight H100: 1.3 x 16 x 2,000 / 8 = 5,200 tokens on the slowest GPU. Four passes (one is the recomputation)
+    of 2 x 7.07e9 FLOPs a token for matrices and 4 x 28 x 3,584 x 1,000 for attention."""
+    path, work, num_steps = scaling.sft_from_config(SFT, 0)
+    assert num_steps == 3 * 54_000 // 16
+    shape = scaling.shape_of(path)
+    step, exposed = cost_model.sft_seconds(shape, work, NODE, 8)
+    flops = 4 * 5200 * (2 * (7_615_616_512 - 152_064 * 3584) + 4 * 28 * 3584 * 1000)
+    optimizer = 7 * 4 * 7_615_616_512 / 8 / 3.35e12
+    assert step - exposed == pytest.approx(flops / (NODE.train_share * 989e12) + optimizer, rel=1e-6)
+    assert 0 < exposed < 0.1 * step
+    longer = replace(work, conversation_tokens=4000)
+    assert 1.9 < cost_model.sft_seconds(shape, longer, NODE, 8)[0] / step < 2.1
+    assert cost_model.sft_seconds(shape, work, NODE, 16)[0] < step
+
+
+def test_sft_needs_the_memory_of_training_alone():
+    _, work, _ = scaling.sft_from_config(SFT, 0)
+    shape = cost_model.MODELS["Qwen2.5-7B"]
+    alone = cost_model.sft_memory(shape, work, NODE)
+    beside_an_engine = cost_model.memory(shape, cost_model.Workload(), NODE)
+    assert alone.training == beside_an_engine.training and alone.kv_cache == alone.engine_budget == 0
+
+
+def test_the_table_of_sft_has_hours_where_the_number_of_steps_is_known(capsys, tmp_path):
+    """It was refused: "unknown key 'data.num_conversations_per_step'", as if it were a typo."""
+    own = tmp_path / "my_sft.yaml"
+    own.write_text("data: {train: my.jsonl, num_conversations_per_step: 8}\nrun: {num_epochs: 2}\n")
+    model = ["--model", "Qwen2.5-1.5B", "--hardware", "1xRTX4090-24GB", "--nodes", "1", "--config"]
+    one_gpu = f"{ROOT}/configs/one_gpu.yaml"
+    scaling.main(["--conversations", "400", *model, str(own), one_gpu])
+    line = capsys.readouterr().out.splitlines()[-1].split(" | ")
+    assert line[:3] == ["| Qwen2.5-1.5B", "1", "8"] and line[5] == "500"  # run.num_steps of one_gpu.yaml
+    step, hours = float(line[4].split()[0]), float(line[6].split()[0])
+    assert hours == pytest.approx(500 * step / 3600, abs=0.06)
+    own.write_text(own.read_text() + "model: {lora_rank: 32}\n")
+    scaling.main([*model, str(own)])
+    assert "| ? | ? |" in (said := capsys.readouterr().out) and "pass --conversations N" in said
+    scaling.main(["--conversations", "400", *model, str(own)])
+    assert " | 100 | " in capsys.readouterr().out  # 2 x 400 / 8
+    with pytest.raises(SystemExit, match=r"warning: .*sft\.yaml does not fit on 1xRTX4090-24GB"):
+        scaling.main(["--hardware", "1xRTX4090-24GB", "--nodes", "1", "--config", *SFT])
+
+
+def test_a_key_of_sft_in_other_files_is_refused_as_train_rl_does(tmp_path):
+    own = tmp_path / "mine.yaml"
+    own.write_text("data: {train: my.jsonl, num_conversations_per_step: 8}\n")
+    with pytest.raises(UserError, match=r"mine\.yaml: unknown key 'data\.num_conversations_per_step'.*for SFT name it"):
+        scaling.from_config([str(own)])
