@@ -42,7 +42,7 @@ from arpo.engine import Engine, SamplingSpec
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec, TagsCodec
 from arpo.sampling.sampler import rollout
-from arpo.tools.base import ToolResult, ToolRunner
+from arpo.tools.base import Tool, ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt
 from benchmarks.shared.prescribed_tokens import PrescribedTokens
 from benchmarks.shared.tiny_model import LETTERS, write_model
@@ -57,7 +57,7 @@ SIZES = {  # tokens of a turn from, to (log-uniform); repeats; rounds of each ve
 }
 
 
-class SlowTool:
+class SlowTool(Tool):
     """Takes as long as its argument says, whoever asks: log-uniform over LATENCY_S, times `scale`."""
 
     tag = "search"

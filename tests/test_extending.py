@@ -34,7 +34,7 @@ from arpo.rewards import load_custom, score_groups
 from arpo.rewards.terms import load_terms
 from arpo.sampling.sampler import rollout
 from arpo.start.load import load_config
-from arpo.tools import make_tools, system_prompt_for, tool_schemas
+from arpo.tools import make_tools, prices_of, system_prompt_for, take_counts, tool_schemas
 from arpo.tools.base import ToolRunner
 from arpo.tools.interface import answer
 from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn
@@ -197,7 +197,8 @@ def test_a_tool_from_a_function_is_the_function_and_one_flag(tmp_path):
     cfg = load_config(Config, ["--tools.names", name, "--tools.price_per_call", "age=0.5"]).tools
     tool = make_tools(cfg)["age"]
     arguments = ('{"born": 1912, "year": 1950}', '{"born": "1912"}', "1912")
-    right, mistyped, bare = (asyncio.run(answer(tool, argument, None)) for argument in arguments)
+    price = prices_of(cfg)["age"]
+    right, mistyped, bare = (asyncio.run(answer(tool, argument, None, price=price)) for argument in arguments)
     assert (right.ok, right.cost, right.text) == (True, 0.5, "38") and list(tool_schemas(cfg)) == ["age"]
     assert (mistyped.ok, mistyped.cost) == (False, 0.0)
     assert mistyped.text == 'Error: the argument "born" of age must be an integer, not "1912".'
@@ -270,6 +271,34 @@ def test_options_stand_in_yaml_as_mappings(tmp_path):
     assert make_tools(cfg)["calculator"].cfg.digits == 3
 
 
+PLAIN = """
+from arpo.protocol.schema import text_schema
+from arpo.tools.base import ToolResult
+
+class Plain:
+    tag = "plain"
+    async def run(self, argument, context):
+        return ToolResult(f"plain {context}", ok=True)
+
+class Several:
+    def schemas(self):
+        return {"plain": text_schema("plain", "Say it again.", "text", "Any text.")}
+    def tools(self):
+        return {"plain": Plain()}
+"""
+
+
+@pytest.mark.parametrize("name", ["Plain", "Several"])
+def test_a_tool_need_not_derive_from_the_base_class(tmp_path, name):
+    (tmp_path / "mine.py").write_text(PLAIN)
+    tools = make_tools(ToolsConfig(names=(f"{tmp_path}/mine.py:{name}",)))
+    runner = ToolRunner(tools)
+    runner.start("call", "plain", "x", "the context")
+    [(_, result)] = runner.collect(block=True)
+    runner.close()
+    assert (result.text, result.ok) == ("plain the context", True) and not take_counts(tools)
+
+
 def test_two_tools_of_one_tag_are_refused(tmp_path):
     name = f"{write_own_file('A tool from a function', tmp_path)}:age"
     with pytest.raises(UserError, match="has the tag 'age', which is taken"):
@@ -301,7 +330,7 @@ def found(tmp_path_factory) -> dict:
     cfg = load_config(Config, [*calculator(folder, digits=3), "--tools.price_per_call", "calculator=0.5", *local])
     tokenizer = byte_tokenizer()
     loaded = make_tools(cfg.tools) | {"python": EchoTool("python", "6.67")}
-    codec, runner = TagsCodec(tokenizer, tools=loaded), ToolRunner(loaded)
+    codec, runner = TagsCodec(tokenizer, tools=loaded), ToolRunner(loaded, prices_of(cfg.tools))
     ids = tuple(codec.render_prompt([{"role": "user", "content": "q"}]))
     prompts = [Prompt(name, [{"role": "user", "content": "q"}], ["4"], "gsm8k", token_ids=ids) for name in SCRIPTS]
     groups = rollout(

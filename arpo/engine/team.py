@@ -11,7 +11,7 @@ results to the others. It also scores, counts and saves alone, since the others 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -75,8 +75,9 @@ class Team:
             dist.broadcast_object_list(values, group_src=0, group=self.group)
         return values[0]
 
-    def tool_runner(self, tools: dict[str, Tool]) -> ToolRunner:
-        return ToolRunner(tools) if self.group is None else TeamToolRunner(tools, self)
+    def tool_runner(self, tools: dict[str, Tool], prices: Mapping[str, float] | None = None) -> ToolRunner:
+        """Return what runs the tools for this team. `prices`: price of a call, by tag."""
+        return ToolRunner(tools, prices) if self.group is None else TeamToolRunner(tools, prices, self)
 
 
 def compact(group: Group) -> Group:
@@ -124,11 +125,11 @@ class TeamToolRunner(ToolRunner):
     """Runs tools on the first rank of a team. All ranks of the team start the same calls and collect the same
     results."""
 
-    def __init__(self, tools: dict[str, Tool], team: Team):
-        super().__init__(tools)
+    def __init__(self, tools: dict[str, Tool], prices: Mapping[str, float] | None, team: Team):
+        super().__init__(tools, prices)
         self.team = team
         if not team.is_first:
-            self.sessions = make_sessions(tools, None)
+            self.sessions = make_sessions(tools, None, self.prices)
 
     def start(self, call_id: str, tag: str, argument: str, context: ToolContext | None = None) -> None:
         if self.team.is_first:

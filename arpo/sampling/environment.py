@@ -13,7 +13,7 @@ from arpo.model import load_tokenizer
 from arpo.options import RolloutConfig
 from arpo.protocol.prompts import with_system_prompt
 from arpo.start.trial import try_context
-from arpo.tools import check_offered, make_codec, make_tools, system_prompt_for, tool_schemas
+from arpo.tools import check_offered, make_codec, make_tools, prices_of, system_prompt_for, tool_schemas
 from arpo.trajectory import Prompt
 
 
@@ -29,7 +29,8 @@ class Environment:
         self.codec = make_codec(tokenizer, protocol, self.schemas, enable_thinking=model.enable_thinking)
         self.codec.check_result_room(rollout.max_result_tokens)
         try_context(rollout, self.codec)
-        self.tools = team.tool_runner(team.ranks.together(lambda: make_tools(tools)))
+        made = team.ranks.together(lambda: make_tools(tools))
+        self.tools = team.tool_runner(made, prices_of(tools))
 
     def prompts(self, file: str, cfg: DataConfig) -> list[Prompt]:
         """Return the prompts of a file, or of a data set on the Hub, as tokens; none of "". Raises UserError."""

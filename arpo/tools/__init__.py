@@ -33,7 +33,7 @@ from arpo.protocol.schema import ToolSchema, text_schema
 from arpo.protocol.tags import reserved_tags
 from arpo.tools.base import Tool
 from arpo.tools.function import FunctionTool
-from arpo.tools.interface import ToolSet
+from arpo.tools.interface import AdaptedTool, ToolSet, with_defaults
 from arpo.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
@@ -48,13 +48,18 @@ them. Imported here and not above, so that a tool's own imports are paid only wh
 
 def make_tools(cfg: ToolsConfig) -> dict[str, Tool]:
     """Return the config's tools, by tag. A tool that cannot start raises: training never goes on without it."""
-    price_by_tag, tools = prices(cfg.price_per_call, tuple(tool_schemas(cfg))), {}
+    tools: dict[str, Tool] = {}
     for name in cfg.names:
         made = _make_tool(name, cfg)
-        tools |= made.tools() if hasattr(made, "tools") else {made.tag: made}
-    for tag, price in price_by_tag.items():
-        object.__setattr__(tools[tag], "price_per_call", price)  # of a frozen class too
+        members = made.tools() if isinstance(made, ToolSet) else {made.tag: made}
+        for tag, tool in members.items():
+            tools[tag] = tool if isinstance(tool, Tool) else AdaptedTool(tool)
     return tools
+
+
+def prices_of(cfg: ToolsConfig) -> dict[str, float]:
+    """Return the price of a call of the config's tools, by tag. Raises UserError."""
+    return prices(cfg.price_per_call, tuple(tool_schemas(cfg)))
 
 
 def _make_tool(name: str, cfg: ToolsConfig) -> Tool | ToolSet:
@@ -91,7 +96,7 @@ def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
     """Return what the config's tools take, by tag. Needs no torch. Raises UserError for a tool that cannot be used."""
     schemas: dict[str, ToolSchema] = {}
     for name in cfg.names:
-        if hasattr(tool_class(name), "tools"):
+        if is_set(tool_class(name)):
             given = _make_tool(name, cfg).schemas()
         else:
             given = {"": schema_of_tool(name)}
@@ -106,9 +111,8 @@ def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
 
 
 def take_counts(tools: Mapping[str, Tool]) -> Counter[str]:
-    """Return what tools with `take_counts` have counted since the last time that this was asked, by name."""
-    counted = [Counter(tool.take_counts()) for tool in tools.values() if hasattr(tool, "take_counts")]
-    return sum(counted, Counter())
+    """Return the sums of what the tools have counted since the last time, by name."""
+    return sum((Counter(tool.take_counts()) for tool in tools.values()), Counter())
 
 
 def prices(entries: Iterable[str], names: Sequence[str]) -> dict[str, float]:
@@ -137,27 +141,34 @@ def tool_class(name: str) -> type[Tool] | FunctionTool:
         found = find("tools.names", name, {})
         if inspect.isfunction(found):
             return FunctionTool(found)
-        if not (hasattr(found, "tag") and hasattr(found, "run")) and not hasattr(found, "tools"):
+        if is_set(found):
+            return found
+        if not (inspect.isclass(found) and hasattr(found, "tag") and hasattr(found, "run")):
             raise UserError(f"tools.names={name} is no tool: a class with tag and run, or a function with types")
-        if hasattr(found, "open") and not hasattr(found, "make_sessions"):
+        made = with_defaults(found)
+        if hasattr(made, "open") and not made.make_sessions:
             raise UserError(f"tools.names={name} has `open`: derive it from SessionTool (docs/extending.md)")
-        if hasattr(found, "run") and not inspect.iscoroutinefunction(found.run):
+        if not inspect.iscoroutinefunction(made.run):
             raise UserError(f"tools.names={name}: run must be a coroutine; write `async def run`")
-        return found
+        return made
     if name not in TOOLS:
         raise UserError(f"tools.names: unknown tool {name!r}; there are {', '.join(TOOLS)}")
     return TOOLS[name]()
 
 
+def is_set(tool: object) -> bool:
+    """Return True for the class of a set of tools."""
+    return inspect.isclass(tool) and issubclass(tool, ToolSet)
+
+
 def schema_of_tool(name: str) -> ToolSchema:
     """Return what a tool takes: one text, where its class has no schema. Raises UserError for an unknown name."""
     tool = tool_class(name)
-    if hasattr(tool, "tools"):
+    if is_set(tool):
         raise UserError(f"{name} is a set of tools; name those of them that you mean, by their tags")
-    about = getattr(tool, "about", None)
-    purpose = f"Call {about.noun if about else tool.tag}."
-    schema = getattr(tool, "schema", None) or text_schema(tool.tag, purpose, "text", "What it is to do.")
-    return replace(schema, about=about)
+    purpose = f"Call {tool.about.noun if tool.about else tool.tag}."
+    schema = tool.schema or text_schema(tool.tag, purpose, "text", "What it is to do.")
+    return replace(schema, about=tool.about)
 
 
 def schemas_of(tools: Iterable[str] | Mapping[str, ToolSchema]) -> Mapping[str, ToolSchema]:

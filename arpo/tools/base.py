@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,16 +30,13 @@ TELL_AFTER_S = 600.0
 
 
 @dataclass(frozen=True)
-class MutedTool:
+class MutedTool(Tool):
     """Answers every call with the same refusal: the control that shows whether an agent needs the tool."""
 
     tag: str
 
     async def run(self, argument: str) -> ToolResult:
         return ToolResult(f"Error: the {self.tag} tool is not available.", ok=False, error_kind="muted")
-
-    async def aclose(self) -> None:
-        """Nothing to release."""
 
 
 class ToolRunner:
@@ -49,8 +47,10 @@ class ToolRunner:
     cannot go on (a refused key, say), and what is no Exception are raised by `collect`, in the caller's thread.
     """
 
-    def __init__(self, tools: dict[str, Tool]):
+    def __init__(self, tools: dict[str, Tool], prices: Mapping[str, float] | None = None):
+        """`prices`: price of a call, by tag, in the currency of tools.price_per_call."""
         self.tools = tools
+        self.prices = prices or {}
         self._done: queue.SimpleQueue[tuple[object, str, ToolResult | BaseException]] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="arpo-tools", daemon=True)
@@ -62,7 +62,7 @@ class ToolRunner:
         self.num_pending = 0
         self._rollout = object()  # the one that runs now, which takes no result of another one's calls
         self._parked: tuple[object, int, list] | None = None  # of `park`: rollout, calls without a result, results
-        self.sessions = make_sessions(tools, self._loop)
+        self.sessions = make_sessions(tools, self._loop, self.prices)
         """Those of the trajectories in tools that have any."""
 
     def _watch(self) -> None:
@@ -95,7 +95,7 @@ class ToolRunner:
             if tool.tag in self.sessions.tools:
                 result = await self.sessions.call(tool.tag, argument, context)
             else:
-                result = await answer(tool, argument, context)
+                result = await answer(tool, argument, context, price=self.prices.get(tool.tag, 0.0))
             if not result.seconds:
                 result = replace(result, seconds=time.perf_counter() - started)
             self._done.put((rollout, call_id, result))

@@ -14,14 +14,13 @@ from typing import Any
 from arpo.errors import UserError
 from arpo.protocol.function_schema import schema_of
 from arpo.protocol.schema import arguments_of
-from arpo.tools.base import ToolResult
-from arpo.tools.interface import plain_value
+from arpo.tools.interface import Tool, ToolResult, plain_value
 
 MAX_CONCURRENT = 32
 """Most calls of one function that run at the same time; the others wait, which does not count against the deadline."""
 
 
-class FunctionTool:
+class FunctionTool(Tool):
     """Calls a function with the arguments that the model wrote. What it returns, or raises, the model reads as text.
 
     A coroutine function runs on the loop of the tools, any other in a thread, which nothing ends after the deadline.
@@ -60,9 +59,6 @@ class FunctionTool:
                     text = f"Error: {self.tag} gave no answer within {self.deadline_s:g} s."
                     return ToolResult(text, ok=False, error_kind="timeout")
                 return ToolResult(f"{type(error).__name__}: {error}", ok=False, error_kind="error")
-
-    async def aclose(self) -> None:
-        """Nothing to release."""
 
 
 def _text_of(value: Any) -> str:

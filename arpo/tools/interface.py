@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
 
 from arpo.config.returned import whole_text
 from arpo.errors import UserError
+from arpo.protocol.prompts import About
 from arpo.protocol.schema import ToolSchema
 from arpo.trajectory import ToolCall
 
@@ -69,22 +71,48 @@ class ToolResult:
         )  # fmt: skip
 
 
-class Tool(Protocol):
-    """The interface of a tool. It never raises for what the model wrote, and has its own deadline, retries and errors.
+class Tool:
+    """Base class of a tool. `run` never raises for what the model wrote.
 
-    A class in the table of tools (arpo/tools/__init__.py) also has `about`, an `arpo.protocol.prompts.About`. `run` may
-    have a parameter `context`, a ToolContext. A tool with state also has `make_sessions` (arpo/tools/sessions.py).
-    `make_tools` gives it the `price_per_call` of the config.
+    A tool has its own deadline, its own retries, and its own texts for errors.
+
+    A class of a user's file need not derive from it: `with_defaults` adds what it lacks.
     """
 
     tag: str
     """Name of the tool; <tag>argument</tag> calls it."""
+    schema: ToolSchema | None = None
+    """What a call takes; None = one text."""
+    about: About | None = None
+    """The tool's part of the default system prompt; None = its schema is listed there."""
+    make_sessions: Callable[..., Any] | None = None
+    """For a tool with state: makes the `Sessions` (arpo/tools/sessions.py) of all such tools of a run."""
 
-    async def run(self, argument: str) -> ToolResult: ...
+    async def run(self, argument: str) -> ToolResult:
+        """Answer a call. May have a parameter `context` too, a ToolContext, and a tool with state has one `session`."""
+        raise NotImplementedError
 
-    async def aclose(self) -> None: ...
+    def take_counts(self) -> Mapping[str, int]:
+        """Return what the tool has counted since the last time, by name. It is logged as tools/NAME."""
+        return {}
+
+    async def aclose(self) -> None:
+        """Release what the tool holds."""
 
 
+def with_defaults(tool: type) -> type[Tool]:
+    """Return a tool's class, or one that derives from it and Tool, so that it has all of the interface."""
+    return tool if issubclass(tool, Tool) else type(tool)(tool.__name__, (tool, Tool), {"__module__": tool.__module__})
+
+
+class AdaptedTool(Tool):
+    """A tool of a set whose class does not derive from Tool: its attributes and methods, and the defaults."""
+
+    def __init__(self, tool: Any):
+        vars(self).update({name: getattr(tool, name) for name in dir(tool) if not name.startswith("__")})
+
+
+@runtime_checkable
 class ToolSet(Protocol):
     """Several tools from one class of a file, which is made with its options as a tool is."""
 
@@ -92,22 +120,34 @@ class ToolSet(Protocol):
         """Return what the tools take, by tag. Called before torch is imported, and more than once."""
 
     def tools(self) -> Mapping[str, Tool]:
-        """Return the tools, by tag. One with a method `take_counts` has its counts logged, as tools/NAME."""
+        """Return the tools, by tag."""
 
 
-async def answer(tool: Tool, argument: str, context: ToolContext | None, session: Any = None) -> ToolResult:
-    """Run a call, with what the tool's `run` has parameters for, and charge for what the tool itself has answered: not
-    its cache, and not an error. Raises UserError where it returns no ToolResult, and TypeError or ValueError where that
-    holds something else than it should: one odd result costs its trajectory (ToolRunner), and not the run."""
-    wanted = inspect.signature(tool.run).parameters
+@cache
+def _parameters_of(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+async def answer(
+    tool: Tool, argument: str, context: ToolContext | None, *, session: Any = None, price: float = 0.0
+) -> ToolResult:
+    """Run a call, with what the tool's `run` has parameters for. The price counts only for a successful answer that was
+    not cached.
+
+    Raises UserError where it returns no ToolResult, and TypeError or ValueError where that holds something else than it
+    should: one odd result costs its trajectory (ToolRunner), and not the run.
+    """
+    # the function behind the method, so that each class of tools is inspected once
+    parameters = _parameters_of(tool.run.__func__ if inspect.ismethod(tool.run) else tool.run)
     given = {"context": context, "session": session}
-    result = await tool.run(argument, **{name: value for name, value in given.items() if name in wanted})
+    result = await tool.run(argument, **{name: value for name, value in given.items() if name in parameters})
     if result is None:  # in one of its branches, perhaps
         raise TypeError("run returned None; return a ToolResult")
     if not isinstance(result, ToolResult):
         raise UserError(f"the {tool.tag} tool: run returned {type(result).__name__}; return a ToolResult")
-    result, price = plain(result), getattr(tool, "price_per_call", 0.0)
-    return replace(result, cost=price) if price and result.ok and not result.cached else result
+    result = plain(result)
+    is_charged = price and result.ok and not result.cached
+    return replace(result, cost=price) if is_charged else result
 
 
 def plain(result: ToolResult) -> ToolResult:

@@ -20,7 +20,7 @@ from arpo.jail.wire import FILE_MARK, MAX_CODE_BYTES, Reply
 from arpo.protocol.calls import dedented
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
-from arpo.tools.base import ToolResult
+from arpo.tools.interface import Tool, ToolResult
 
 FENCED = re.compile(r"\A\s*```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*```\s*\Z", re.DOTALL)
 CUT = "\n... [output truncated] ...\n"
@@ -43,7 +43,7 @@ MAX_OUTPUT_CHARS = 8192
 """Longest result; what is over is cut, with a mark."""
 
 
-class PythonTool:
+class PythonTool(Tool):
     """Runs code as a notebook cell without memory, and shows what it prints and the value of a last bare expression.
 
     Two calls share nothing; the same code gives the same text (hash seed, `random` and NumPy are seeded, TZ is UTC).

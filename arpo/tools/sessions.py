@@ -1,4 +1,4 @@
-"""What the rollout tells of its trajectories, for tools that keep a state for each and bring the sessions."""
+"""The sessions of tools that keep a state for each trajectory, as the rollout drives them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class RecordedCall:
 
 
 class Sessions:
-    """Those of a runner, all of whose tools are without state: there are none, and every method does nothing.
+    """What the rollout tells of its trajectories. A subclass keeps a session for each; here every method does nothing.
 
-    All but `call` may be called from any thread, and take effect in the order of the calls.
+    All methods but `call` may be called from any thread, and take effect in the order of the calls.
     """
 
     tools: Mapping[str, Tool] = {}
@@ -78,8 +78,16 @@ class Sessions:
         """Give a trajectory a session that begins with a replay of these calls."""
 
 
-def make_sessions(tools: Mapping[str, Tool], loop: asyncio.AbstractEventLoop | None) -> Sessions:
-    """Return those that a tool with state brings (its `make_sessions`), else none. `loop` runs the calls; None: another
-    process has the sessions, and these only answer `refusal`."""
-    makers = [tool.make_sessions for tool in tools.values() if hasattr(tool, "make_sessions")]
-    return makers[0](tools, loop) if makers else Sessions()
+class NoSessions(Sessions):
+    """Used when no tool keeps a state."""
+
+
+def make_sessions(
+    tools: Mapping[str, Tool], loop: asyncio.AbstractEventLoop | None, prices: Mapping[str, float]
+) -> Sessions:
+    """Return the sessions that a tool with state brings (its `make_sessions`), or NoSessions.
+
+    `loop` runs the calls. None: another process has the sessions, and these only answer `refusal`.
+    """
+    makers = [tool.make_sessions for tool in tools.values() if tool.make_sessions]
+    return makers[0](tools, loop, prices) if makers else NoSessions()

@@ -11,7 +11,7 @@ from math import ceil
 
 from arpo.engine import Chunk, SamplingSpec
 from arpo.tools.base import ToolContext, ToolResult
-from arpo.tools.sessions import Sessions
+from arpo.tools.sessions import NoSessions
 from benchmarks.shared.cost_model import BF16, Shape, decode_seconds, forward_flops, kv_bytes_per_token
 from benchmarks.shared.hardware import Hardware
 from benchmarks.shared.virtual_ranks import VirtualTime
@@ -186,7 +186,7 @@ class VirtualTools:
         self.text = text
         self.result_tokens = result_tokens
         self.tools = {"search": None}
-        self.sessions = Sessions()
+        self.sessions = NoSessions()
         self.pending: list[tuple[float, str]] = []
         """A heap of calls, by the virtual time at which they end."""
         self.parked: list[tuple[float, str]] = []

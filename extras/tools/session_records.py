@@ -112,7 +112,9 @@ def recorded(tool: StatefulTool, session: Session, turn: int, argument: str, res
     return RecordedCall(turn, tool.tag, argument, (result.text, result.ok), history)
 
 
-async def replay(tools: Mapping[str, StatefulTool], session: Session, context: ToolContext) -> ToolResult:
+async def replay(
+    tools: Mapping[str, StatefulTool], session: Session, context: ToolContext, prices: Mapping[str, float]
+) -> ToolResult:
     """Run the session's recorded calls again, and return how many, how many answered otherwise, and what it cost; or
     the result of one that failed through us."""
     calls, session.calls = session.calls, []
@@ -120,7 +122,8 @@ async def replay(tools: Mapping[str, StatefulTool], session: Session, context: T
     try:
         for call in calls:
             at = replace(context, turn=call.turn, history=session.history)
-            result = await answer(tools[call.tag], call.argument, at, session.handle)
+            price = prices.get(call.tag, 0.0)
+            result = await answer(tools[call.tag], call.argument, at, session=session.handle, price=price)
             if result.infra_error:
                 return result
             mismatches += (result.text, result.ok) != call.answer

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from arpo.tools.interface import Tool
 from extras.tools.session_records import CannotFork, SessionLost
 from extras.tools.sessions import ToolSessions
 
 __all__ = ["CannotFork", "SessionLost", "SessionTool"]
 
 
-class SessionTool:
+class SessionTool(Tool):
     """A tool that keeps a session per trajectory. A subclass has `tag`, `open`, `run`, `close`, and perhaps `fork`.
 
     A session begins with the trajectory's first call of the tool, and is closed when the trajectory ends, however it

@@ -47,8 +47,14 @@ logger = logging.getLogger(__name__)
 class ToolSessions(Sessions):
     """All sessions of a runner. Methods that return nothing return at once (`end_all` excepted)."""
 
-    def __init__(self, tools: Mapping[str, Tool], loop: asyncio.AbstractEventLoop | None):
-        stateful = {tag: tool for tag, tool in tools.items() if hasattr(tool, "make_sessions")}
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        loop: asyncio.AbstractEventLoop | None,
+        prices: Mapping[str, float] | None = None,
+    ):
+        stateful = {tag: tool for tag, tool in tools.items() if tool.make_sessions}
+        self._prices = prices or {}
         self.tools: dict[str, StatefulTool] = stateful if loop else {}
         self._by_name = {session_name(tool): tool for tool in self.tools.values()}
         """Who opens, copies and closes the sessions of a name."""
@@ -148,7 +154,13 @@ class ToolSessions(Sessions):
                     if before.infra_error:
                         return before
                 session.context = replace(context, history=session.history)
-                result = await answer(tool, argument, session.context, session.handle)
+                result = await answer(
+                    tool,
+                    argument,
+                    session.context,
+                    session=session.handle,
+                    price=self._prices.get(tool.tag, 0.0),
+                )
                 break
             except SessionLost:
                 await self._close(tool, session)
@@ -181,7 +193,7 @@ class ToolSessions(Sessions):
             return ToolResult("", ok=True)
         session.handle = await self._finished(tool, tool.open(replace(context, history="")))
         session.is_open = True
-        return await replay(self.tools, session, context)
+        return await replay(self.tools, session, context, self._prices)
 
     async def _finished(self, tool: StatefulTool, making: Coroutine) -> Any | None:
         """Return the handle that is made. If the call is given up meanwhile, the handle is closed once it is there."""

@@ -78,11 +78,10 @@ def test_the_context_reaches_tools_that_ask_for_it_and_others_are_called_as_ever
             return ToolResult("found", ok=True, info={"reward": 0.5})
 
     asking, plain = Asking("search"), EchoTool("python")
-    asking.price_per_call = 0.25
     script = lambda _p, _t, turn: ["<search>a</search>", "<python>b</python>", ANSWER][turn]  # noqa: E731
     row = prompt()
     row.meta["level"] = 3
-    [group] = play(script, tools=[asking, plain], prompts=[row])
+    [group] = play(script, tools=[asking, plain], prompts=[row], prices={"search": 0.25})
     contexts = asking.arguments
     assert {c.owner for c in contexts} == {("p0", str(i)) for i in range(4)} and {c.turn for c in contexts} == {0}
     assert contexts[0].row == {"level": 3} and len({c.seed for c in contexts}) == 1
@@ -339,9 +338,7 @@ def test_a_replay_that_answers_otherwise_is_counted_and_marked_on_the_trajectory
 
 
 def test_replayed_calls_cost_what_they_cost():
-    notes = Notes()
-    notes.price_per_call = 1.0
-    [group] = play(searches("a", "b"), tools=[notes], cfg=LONG, branching=ALWAYS)
+    [group] = play(searches("a", "b"), tools=[Notes()], cfg=LONG, branching=ALWAYS, prices={"search": 1.0})
     calls = [c for t in group.trajectories for c in t.own_tool_calls]
     assert sum(c.cost for c in calls) == len(calls) + sum(c.replayed for c in calls) > len(calls)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from arpo.engine import Chunk, SamplingSpec
 from arpo.engine.vllm_engine import EngineStats
-from arpo.tools.base import ToolResult
+from arpo.tools.base import Tool, ToolResult
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -108,7 +108,7 @@ class ScriptedEngine:
 
 
 @dataclass
-class EchoTool:
+class EchoTool(Tool):
     """Answers with a fixed text (or what `reply` makes of the argument), after a random delay of up to `jitter_s`."""
 
     tag: str

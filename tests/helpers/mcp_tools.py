@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from arpo.config.tools import ToolsConfig
-from arpo.tools import make_tools, take_counts
+from arpo.tools import make_tools, prices_of, take_counts
 from arpo.tools.base import ToolResult, ToolRunner
 
 MCP = f"{Path(__file__).resolve().parents[2]}/extras/tools/mcp/servers.py:McpServers"
@@ -37,8 +37,9 @@ class Running:
     """The tools of a config, on a runner's loop."""
 
     def __init__(self, *entries: dict, **settings):
-        self.tools = make_tools(config(*entries, **settings))
-        self.runner = ToolRunner(self.tools)
+        cfg = config(*entries, **settings)
+        self.tools = make_tools(cfg)
+        self.runner = ToolRunner(self.tools, prices_of(cfg))
 
     def __enter__(self) -> Running:
         return self

@@ -27,10 +27,12 @@ def score(groups) -> None:
         t.reward = float(len(t.token_ids) % 2)
 
 
-def play(script, *, cfg=SHORT, branching=NO_BRANCHES, tools=None, prompts=None, seed=0, engine=None, codec=CODEC):
+def play(
+    script, *, cfg=SHORT, branching=NO_BRANCHES, tools=None, prompts=None, seed=0, engine=None, codec=CODEC, prices=None
+):
     engine = engine or ScriptedEngine(codec.tokenizer, script)
     tools = tools or [EchoTool("search", "found"), EchoTool("python", "2")]
-    runner = ToolRunner({t.tag: t for t in tools})
+    runner = ToolRunner({t.tag: t for t in tools}, prices)
     try:
         groups = rollout(prompts or [prompt()], engine, runner, codec, cfg, branching, seed=seed)
     finally:

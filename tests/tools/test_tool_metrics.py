@@ -14,7 +14,7 @@ from arpo.errors import UserError
 from arpo.metrics import Metrics, rollout_metrics
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.sampling.sampler import rollout
-from arpo.tools import make_tools, prices
+from arpo.tools import make_tools, prices, prices_of
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.tools.interface import answer
 from arpo.tools.search import SearchTool
@@ -38,7 +38,7 @@ def groups(tmp_path_factory) -> list[Group]:
         query = rng.choice([*SEARCHES, " ", "\x00"])
         return f"<think>t</think><search>{query}</search>", rng.choice([1.0, 3.0])
 
-    runner = ToolRunner(make_tools(ToolsConfig(names=("search",), search=search, price_per_call=("search=0.25",))))
+    runner = ToolRunner(make_tools(ToolsConfig(names=("search",), search=search)), prices={"search": 0.25})
     cfg = RolloutConfig(group_size=6, max_response_tokens=800, max_tool_calls=2, answer_reserve_tokens=60)
     branching = BranchingConfig(num_initial_rollouts=2, entropy_tokens=5)
     try:
@@ -143,10 +143,9 @@ def test_identical_searches_at_once_are_paid_once(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"contents": "the otter is wet"}\n')
     tool = SearchTool(SearchConfig(backend="local", corpus=str(corpus)))
-    tool.price_per_call = 1.0
 
     async def eight() -> list[ToolResult]:
-        results = await asyncio.gather(*(answer(tool, "otter", None) for _ in range(8)))
+        results = await asyncio.gather(*(answer(tool, "otter", None, price=1.0) for _ in range(8)))
         await tool.aclose()
         return results
 
@@ -188,8 +187,12 @@ def test_tools_of_a_file_can_have_a_price_those_of_a_frozen_class_too(tmp_path):
         "    async def aclose(self): ...\n"
     )
     names = tuple(f"{tmp_path}/mine.py:{name}" for name in ("echo", "Frozen"))
-    tools = make_tools(ToolsConfig(names=names, price_per_call=("echo=0.25", "frozen=0.5")))
-    answers = {tag: asyncio.run(answer(tool, '{"text": "x"}', None)) for tag, tool in tools.items()}
+    cfg = ToolsConfig(names=names, price_per_call=("echo=0.25", "frozen=0.5"))
+    price_by_tag = prices_of(cfg)
+    answers = {
+        tag: asyncio.run(answer(tool, '{"text": "x"}', None, price=price_by_tag[tag]))
+        for tag, tool in make_tools(cfg).items()
+    }
     assert {tag: (found.ok, found.cost) for tag, found in answers.items()} == {
         "echo": (True, 0.25),
         "frozen": (True, 0.5),

@@ -48,10 +48,10 @@ def test_a_tool_that_ends_the_process_costs_its_trajectory_and_one_that_returns_
 STUCK = """
 import time
 from arpo.config import exits
-from arpo.tools.base import ToolRunner
+from arpo.tools.base import Tool, ToolRunner
 exits.SAY_AFTER_S = exits.GIVE_UP_S = 0.5
 
-class Stuck:
+class Stuck(Tool):
     tag = "stuck"
     async def run(self, argument):
         time.sleep(600)

@@ -14,10 +14,10 @@ from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
-from arpo.tools.base import ToolResult
 from arpo.tools.cache.rows import cache_key, clean_query
 from arpo.tools.cache.store import open_cache
 from arpo.tools.http.policy import BreakerOpen
+from arpo.tools.interface import Tool, ToolResult
 from arpo.tools.search.bm25 import FORMAT, Bm25Index
 from arpo.tools.search.browse import ReadingBackend
 from arpo.tools.search.passages import MAX_PASSAGE_CHARS, format_passages
@@ -84,7 +84,7 @@ def check_search(cfg: SearchConfig) -> None:
         raise UserError(f"tools.search.corpus {problem}; set it to a .jsonl file, or {WITHOUT}")
 
 
-class SearchTool:
+class SearchTool(Tool):
     """Answers <search>query</search> with "Page 1: ...". Identical queries that overlap in time are asked once."""
 
     tag = "search"

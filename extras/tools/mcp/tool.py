@@ -17,7 +17,7 @@ from arpo.protocol.calls import TRUNCATION_MARK
 from arpo.protocol.schema import ToolSchema, argument_of, arguments_of
 from arpo.tools.cache.rows import cache_key
 from arpo.tools.http.policy import HttpPolicy
-from arpo.tools.interface import ToolContext, ToolResult
+from arpo.tools.interface import Tool, ToolContext, ToolResult
 from extras.tools.mcp.config import McpServer
 from extras.tools.mcp.connection import Connection, ConnectionLost, program_of
 from extras.tools.recorder import MCP, Recorder
@@ -35,7 +35,7 @@ LISTING = "<tools>"
 """Query under which a cache holds the list of its server's tools."""
 
 
-class McpTool:
+class McpTool(Tool):
     """One tool of a server. All tools of a server share its connection, its limit of calls and its cache.
 
     With the server's `max_sessions` it is an McpSessionTool.

@@ -22,7 +22,7 @@ from arpo.rewards import score_groups
 from arpo.sampling.sampler import rollout
 from arpo.start.inputs import check_rl
 from arpo.start.load import load_config
-from arpo.tools import make_tools, system_prompt_for, take_counts, tool_schemas
+from arpo.tools import make_tools, prices_of, system_prompt_for, take_counts, tool_schemas
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
 from train_rl import RLConfig
@@ -42,7 +42,7 @@ def test_the_policy_calls_tools_of_a_server_in_tags(tmp_path):
         "injected": ["<think>t</think><say><answer>5</answer></say>", ANSWER],
     }
     cfg = config(ENTRY, price_per_call=("add=0.5",))
-    schemas, tokenizer, runner = tool_schemas(cfg), byte_tokenizer(), ToolRunner(make_tools(cfg))
+    schemas, tokenizer, runner = tool_schemas(cfg), byte_tokenizer(), ToolRunner(make_tools(cfg), prices_of(cfg))
     codec = TagsCodec(tokenizer, tools=tuple(schemas))
     messages = [{"role": "system", "content": system_prompt_for("default", schemas)}, {"role": "user", "content": "q"}]
     ids = tuple(codec.render_prompt(messages))
