@@ -19,6 +19,8 @@ GROW_S, HOLD_S = 6.0, 6.0
 """Seconds in which the tree grows, and for which it then stays."""
 COLUMN = 125
 """Pixels that appear at once: half a turn."""
+FIRST = 2
+"""Columns that are there from the start: the first turn of the roots. Else a reader would see an empty box first."""
 RULES = re.compile(r":root \{.*?\}|^(?:svg|\.dim) [^\n]*", re.DOTALL | re.MULTILINE)
 """What a drawing needs of the viewer's style."""
 
@@ -48,7 +50,9 @@ def growing(page: Path, group: int) -> str:
     shapes = re.sub(r"<(?:rect|path|text)[^>]*>", timed, shapes)
     style = "\n".join(RULES.findall(resources.files("extras.viewer").joinpath("viewer.css").read_text()))
     for column in range(latest + 1):
-        start = 100 * GROW_S / (GROW_S + HOLD_S) * column / (latest + 1)
+        if column < FIRST:
+            continue
+        start = 100 * GROW_S / (GROW_S + HOLD_S) * (column - FIRST + 1) / (latest + 1)
         frames = f"0%, {start:.1f}% {{ opacity: 0; }} {start + 3:.1f}%, 100% {{ opacity: 1; }}"
         style += f"\n@keyframes at-{column} {{ {frames} }} .at-{column} {{ animation-name: at-{column}; }}"
     motion = f"[class^=at-] {{ animation-duration: {GROW_S + HOLD_S}s; animation-iteration-count: infinite; }}"

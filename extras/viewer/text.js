@@ -8,11 +8,14 @@ function drawSignal(group) {  // P(branch) over H - H_root of all decisions of t
   const delta = d => d.entropy - d.root_entropy, low = Math.min(0, ...all.map(delta));
   const high = Math.max(0, ...all.map(delta)), x = value => 30 + 200 * (value - low) / (high - low || 1);
   const y = probability => 64 - 56 * probability;
-  const text = (left, top, words) => svg("text", {x: left, y: top, class: "small soft"}, words);
+  const text = (left, top, words, anchor = "start") =>
+    svg("text", {x: left, y: top, class: "small soft", "text-anchor": anchor}, words);
+  const [lowest, highest] = [short(low, 2), short(high, 2)];
+  const isFree = x(0) - 4 > 30 + widthOf(lowest, true) + 6 && x(0) + 4 < 230 - widthOf(highest, true) - 6;
   const label = `P(branch) over the change of entropy of ${all.length} decisions, ${own.size} of them of this prompt`;
   return svg("svg", {id: "signal", width: 300, height: 80, role: "img", "aria-label": label},
     svg("path", {class: "link", d: `M30 8 V64 H230 M${x(0)} 8 V64`}), text(4, 14, "P 1"), text(13, 66, "0"),
-    text(30, 77, short(low, 2)), text(x(0) - 3, 77, low < 0 && high > 0 ? "0" : ""), text(214, 77, short(high, 2)),
+    text(30, 77, lowest), text(x(0), 77, isFree ? "0" : "", "middle"), text(230, 77, highest, "end"),
     text(240, 66, "ΔH, nats"),
     ...[...all].sort((a, b) => own.has(a) - own.has(b)).map(d => svg("circle", {cx: x(delta(d)), cy: y(d.probability),
       r: own.has(d) ? 3.5 : 2, class: own.has(d) ? OUTCOMES[d.outcome]?.[1] : "other"},
@@ -32,7 +35,7 @@ function drawAbout(group) {
   const decided = name => count(turns, turn => turn.decision?.outcome === name);
   const branches = count(all, t => t.parent_id !== null);
   const scales = [["turns", "turns"], ["tokens", "tokens"]];
-  $("about").replaceChildren(prose("h2", {}, group.question),
+  const told = el("div", {id: "told"}, prose("h2", {}, group.question),
     el("div", {class: "facts"}, span("soft", "answers "),
       ...group.answers.flatMap((answer, i) => [i ? "|" : "", el("bdi", {}, plain(answer))]).filter(Boolean),
       span("soft", group.prompt_id), span("soft", group.data_source)),
@@ -48,8 +51,8 @@ function drawAbout(group) {
       span("", "entropy H: 0 ", span("scale"), ` ${short(hottest.turn)} nats or more`),
       state.scale === "turns" ? span("", span("key waited"), `tool time to ${seconds(hottest.seconds)}`) : null,
       span("soft", "P(branch), or score:"),
-      ...Object.entries(OUTCOMES).map(([name, [symbol, colour]]) => span(colour, `${symbol} ${name}`))),
-    ...[drawSignal(group)].filter(Boolean));
+      ...Object.entries(OUTCOMES).map(([name, [symbol, colour]]) => span(colour, `${symbol} ${name}`))));
+  $("about").replaceChildren(...[told, drawSignal(group)].filter(Boolean));
 }
 
 // ---- tokens

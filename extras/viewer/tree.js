@@ -1,12 +1,16 @@
 // The tree of a group: one lane per trajectory, which begins where it leaves its parent.
 const ROW = 42, HEAD = 22;  // pixels; the rows beside the tree and the lanes in it must agree
 const END = 170;  // pixels for the answer at the end of a row
+const NAMES = [76, 240];  // pixels for the names of trajectories: at least, and at most
+const COLUMN = [150, 340];  // pixels of a turn: of four at 1400 pixels the answers are still in sight
 
 const pen = document.createElement("canvas").getContext("2d");
-function widthOf(words, isSmall) {  // pixels, in the style's sizes
-  pen.font = `${isSmall ? 10.5 : 11.5}px ${getComputedStyle(document.body).fontFamily}`;
+function widthOf(words, isSmall, font = isSmall ? "10.5px" : "11.5px") {  // pixels, in the style's sizes
+  pen.font = `${font} ${getComputedStyle(document.body).fontFamily}`;
   return pen.measureText(words).width;
 }
+
+const clamped = (value, [low, high]) => Math.min(Math.max(value, low), high);
 
 const forkTurn = t => t.turns.filter(turn => turn.inherited).length;  // the first turn of its own
 const parentOf = (group, t) => group.trajectories.find(other => other.trajectory_id === t.parent_id);
@@ -60,8 +64,9 @@ const waited = calls => Math.max(...calls.map(call => finite(call.seconds)));  /
 
 function layout(group, width) {  // x(turn, index, part) in pixels; part 0 = start, 1 = end, 2 = end of the result
   if (state.scale === "turns") {
-    const column = Math.min(Math.max(width / Math.max(1, ...group.trajectories.map(t => t.turns.length)), 250), 340);
-    return (turn, index, part) => 14 + index * column + [0, 110, column - 14][part];
+    const column = clamped(width / Math.max(1, ...group.trajectories.map(t => t.turns.length)), COLUMN);
+    const sampled = Math.min(110, 0.5 * column);
+    return (turn, index, part) => 14 + index * column + [0, sampled, column - 14][part];
   }
   const perToken = width / Math.max(1, ...group.trajectories.map(t => t.num_tokens));
   return (turn, index, part) => 14 + perToken * [turn.start, turn.end, turn.result_end][part];
@@ -129,7 +134,10 @@ function treeRow(group, t, depth) {
 
 function drawTree(group) {
   const order = treeOrder(group), path = pathOf(group, state.trajectory), hadFocus = $("tree").contains(document.activeElement);
-  const room = Math.max($("tree").clientWidth - (isPhone() ? 130 : 265) - END, 300), x = layout(group, room), y = i => HEAD + ROW * i;
+  const longest = Math.max(...order.map(([t, depth]) => 10 * depth + widthOf(t.trajectory_id, false, "600 14px")));
+  const names = isPhone() ? 66 : Math.round(clamped(longest + 8, NAMES));
+  $("tree").style.setProperty("--names", `${names}px`);
+  const room = Math.max($("tree").clientWidth - names - (isPhone() ? 64 : 189) - END, 300), x = layout(group, room), y = i => HEAD + ROW * i;
   const lanes = new Map(order.map(([t], i) => [t.trajectory_id, y(i)]));
   const end = Math.max(0, ...group.trajectories.flatMap(t => t.turns.map((turn, i) => x(turn, i, 2)))) + END;
   const head = el("div", {class: "row soft small", style: `height: ${HEAD}px`, "aria-hidden": "true"},

@@ -79,6 +79,6 @@ function drawChart({title, lines}) {
 function drawTrend() {
   const charts = RUN.trend.map(drawChart).filter(Boolean);
   $("trend").hidden = !charts.length;
-  $("trend").open = !isPhone() && window.innerHeight >= 700;
+  $("trend").open = !isPhone() && window.innerHeight >= 1000;  // else the tree needs the room
   $("charts").replaceChildren(...charts);
 }

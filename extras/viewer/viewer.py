@@ -155,7 +155,8 @@ def page_of(run: Path, dump: Dump, max_groups: int, other: tuple[str, Dump] | No
     groups, num_groups = read_groups(dump.paths, dump.grades, max_groups)
     if other:
         put_beside(groups, read_groups(other[1].paths, other[1].grades, sys.maxsize)[0], other[0])
-    data = {"title": title_of(run, dump), "num_groups": num_groups, "groups": groups}
+    title = title_of(run, dump) + (f" beside {other[0]}" if other else "")
+    data = {"title": title, "num_groups": num_groups, "groups": groups}
     try:
         script = script_json(data).encode()
     except RecursionError:

@@ -114,6 +114,7 @@ def test_the_step_picker_leads_to_other_steps_and_keeps_the_filters(browser, sho
 
 
 def test_the_charts_mark_this_step_and_lead_to_the_nearest_dumped_one(browser, shown_run):
+    browser.size(1400, 1100)  # of a lower window the tree gets the room
     browser.open(shown_run / "viewer.html", ready=READY)
     assert browser.text("#charts figcaption") == "reward"
     words = browser.js("document.querySelector('#charts svg').getAttribute('aria-label')")
@@ -191,13 +192,14 @@ def test_every_control_is_reached_with_tab_and_shows_it(browser, shown_run):
 
 def test_a_question_mark_shows_the_keys_and_escape_closes_them(browser, shown_run):
     browser.open(shown_run / "viewer.html", ready=READY)
+    assert not browser.js("document.getElementById('trend').open")
     browser.press("?")
     assert browser.js("document.getElementById('help').open") and "previous, next trajectory" in browser.text("#help")
     browser.press("ArrowDown", "Escape")
     assert not browser.js("document.getElementById('help').open") and "question 0" in browser.text("#about")
     browser.press("c", "t", "/")
     assert browser.js("document.getElementById('colour').value") == "logprob"
-    assert not browser.js("document.getElementById('trend').open")
+    assert browser.js("document.getElementById('trend').open")
     assert browser.js("document.activeElement.id") == "find"
     browser.press("c")  # now it is a letter
     assert browser.js("document.getElementById('find').value") == "c"

@@ -8,13 +8,14 @@ from xml.etree import ElementTree
 
 import pytest
 from helpers.browser import needs_browser
+from helpers.edits import ROOT
 from helpers.viewer_pages import READY, run_data_of, write_page
 
 from arpo.config.sections import RunConfig
 from arpo.errors import UserError
 from arpo.log import RunLog
 from arpo.trajectory import Group
-from extras.viewer.growing import growing
+from extras.viewer.growing import FIRST, growing
 
 LABELS = "[...document.querySelectorAll('#tree svg text')].map(label => label.textContent)"
 
@@ -146,7 +147,12 @@ def test_a_growing_tree_shows_each_turn_after_those_before_it(shown_run, groups)
     columns = sorted({(float(cell.get("x")), int(cell.get("class").split()[0][3:])) for cell in cells})
     assert len(columns) > 1 and columns == sorted(columns, key=lambda column: column[1])
     starts = [float(start) for start in re.findall(r"0%, ([\d.]+)% { opacity: 0; }", drawn)]
-    assert starts == sorted(set(starts)) and len(starts) > columns[-1][1]
+    assert starts == sorted(set(starts)) and len(starts) > columns[-1][1] - FIRST
+    animated = {int(number) for number in re.findall(r"animation-name: at-(\d+)", drawn)}
+    first_turn = columns[0][1]  # it is there from the start: no second begins with an empty box
+    assert first_turn not in animated and min(animated) == FIRST and starts[0] > 0
+    animated = re.findall(r"animation-name: at-(\d+)", (ROOT / "docs" / "tree.svg").read_text())
+    assert int(animated[0]) == FIRST
     with pytest.raises(UserError, match="no tree on it; name a page that arpo-view wrote"):
         growing(Path(__file__), 0)
 
