@@ -93,7 +93,7 @@ class Live:
         """Append sampled tokens to the current turn. step: training step that samples now; None without carry-over."""
         trajectory = self.trajectory
         if step is not None and token_ids:
-            trajectory.sampled_in(step)
+            trajectory.record_step(step)
         trajectory.token_ids += token_ids
         trajectory.loss_mask += [1] * len(token_ids)
         trajectory.rollout_logprobs += logprobs

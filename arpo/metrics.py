@@ -1,6 +1,6 @@
-"""The numbers of a rollout, and `Metrics`, which adds up any numbers of all ranks.
+"""The metrics of a rollout, and `Metrics`, which adds up named numbers over ranks.
 
-Every rank counts its share of the groups; `Ranks.reduce_metrics` merges the shares. The docs define each name.
+Each rank counts its share of the groups. `Ranks.reduce_metrics` merges the shares. docs/metrics.md defines each name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_SOURCES = 16
-"""Number of data sources whose accuracy is logged under their own name."""
+"""At most this many data sources have an accuracy metric with their name; the others are merged."""
 
 
 def rollout_metrics(
@@ -28,15 +28,15 @@ def rollout_metrics(
     tool_counts: Mapping[str, int] | None = None,
     step: int = 0,
 ) -> Metrics:
-    """Rewards, lengths, entropies, branching and tool calls of all trajectories.
+    """Return rewards, lengths, entropies, branching and tool calls of all trajectories.
 
-    sources: data source -> the name that its accuracy is logged under (`source_names`); none = no such metrics.
-    tool_counts: what tools of this rank counted by themselves. step: that which is trained on them.
+    sources: data source -> name of its accuracy metric (`source_names`); None = no such metrics.
+    tool_counts: counters that this rank's tools kept themselves. step: the training step of these groups.
     """
     m = staleness(groups, step)
-    m.sum("tools/all/calls", 0)  # a number also in a step without calls
-    for name, number in (tool_counts or {}).items():
-        m.sum(f"tools/{name}", number)
+    m.sum("tools/all/calls", 0)  # so that a step without calls logs 0
+    for name, count in (tool_counts or {}).items():
+        m.sum(f"tools/{name}", count)
     for group in groups:
         rewards = [t.reward for t in group.trajectories if t.is_judged]
         m.mean("group/mixed_share", float(len(set(rewards)) > 1))
@@ -60,7 +60,7 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
     if t.is_judged:
         m.mean("reward/mean", t.reward)
         m.std("reward/std", t.reward)
-        if t.is_solved is None:  # a reward of one's own that is above 0 need not mean a right answer
+        if t.is_solved is None:  # a custom reward above 0 need not mean a correct answer
             m.mean("reward/positive_share", float(t.reward > 0))
         else:
             m.mean("reward/solved_share", float(t.is_solved))
@@ -75,28 +75,30 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
     m.mean("response/sampled_tokens", t.num_sampled_tokens)
     for reason in StopReason:
         m.mean(f"response/stop_{reason}", float(t.stop_reason == reason))
-    own_turns = [turn for turn in t.turns if not turn.inherited]
-    for turn in own_turns:
+    # Inherited turns are counted with the parent.
+    new_turns = [turn for turn in t.turns if not turn.inherited]
+    for turn in new_turns:
         if turn.entropy is not None:
             m.mean("entropy/root" if turn is t.turns[0] else "entropy/after_tool", turn.entropy)
         if turn.decision:
-            if turn.decision.probability is not None:  # a retrospective selector has none
+            if turn.decision.probability is not None:  # None with a retrospective selector
                 m.mean("branching/probability", turn.decision.probability)
             m.sum(f"branching/{turn.decision.outcome}", 1)
-    m.sum("tokens/sampled", sum(turn.end - turn.start for turn in own_turns))
+    m.sum("tokens/sampled", sum(turn.end - turn.start for turn in new_turns))
 
 
 def _tools(m: Metrics, t: Trajectory) -> None:
-    """Add the tool calls, each with the trajectory that made it, and not with its branches."""
-    calls, own = t.tool_calls, t.own_tool_calls
-    m.mean("tools/calls_per_trajectory", len(calls))
-    m.sum("tools/inherited", len(calls) - len(own))
-    for call in own:
+    """Add the tool calls. A call counts for the trajectory that made it, not for its branches."""
+    new_calls = t.own_tool_calls
+    m.mean("tools/calls_per_trajectory", len(t.tool_calls))
+    m.sum("tools/inherited", len(t.tool_calls) - len(new_calls))
+    for call in new_calls:
         if call.replayed:
             m.sum("tools/replayed", call.replayed)
             m.sum("tools/replay_mismatch", call.replay_mismatches)
-    for call in own:
-        m.ratio("tools/all/calls_per_correct", "tools/all/calls", "response/solved")  # of right and wrong answers
+    for call in new_calls:
+        # All calls, also those of wrong answers, divided by the number of correct answers.
+        m.ratio("tools/all/calls_per_correct", "tools/all/calls", "response/solved")
         if call.cost:
             m.ratio("tools/all/cost_per_correct", "tools/all/cost", "response/solved")
         tool = f"tools/{call.tag}"
@@ -118,44 +120,56 @@ def _tools(m: Metrics, t: Trajectory) -> None:
 
 
 def tokens_by_step(t: Trajectory, start: int = 0) -> list[tuple[int, int]]:
-    """Return (step, number of tokens that it sampled) of the response behind `start`; [] where no group is carried."""
+    """Return (step, number of tokens sampled in this step) of the response from `start` on; [] without carry-over.
+
+    Ten sampled tokens, the first six in step 3, the others in step 4: [(3, 6), (4, 4)].
+    """
     ends = [*(first for first, _ in t.versions), len(t.token_ids)][1:]
-    counts = [sum(t.loss_mask[max(at, start) : end]) for (at, _), end in zip(t.versions, ends, strict=True)]
-    return [(step, count) for (_, step), count in zip(t.versions, counts, strict=True) if count]
+    counts = []
+    for (first, step), end in zip(t.versions, ends, strict=True):
+        count = sum(t.loss_mask[max(first, start) : end])
+        if count:
+            counts.append((step, count))
+    return counts
 
 
 def staleness(groups: Sequence[Group], step: int) -> Metrics:
-    """Return by how many steps the policies that sampled these groups are older than the one which `step` trains.
+    """Return how many steps older than training step `step` the policies were that sampled the tokens of these groups.
 
-    Each token counts once, with the trajectory that sampled it. Nothing where no group is ever carried.
+    Each token counts once, for the trajectory that sampled it. Empty without carry-over.
     """
     m = Metrics()
-    for t in (t for group in groups for t in group.trajectories):
-        for version, count in tokens_by_step(t, t.fork_at):
-            m.mean("carry_over/staleness", step - version, count)
-            m.max("carry_over/staleness_max", step - version)
-            m.sum("carry_over/tokens", count * (version < step))
     for group in groups:
-        if versions := [version for t in group.trajectories for _, version in t.versions]:
-            m.sum("carry_over/groups", min(versions) < step)
+        for t in group.trajectories:
+            for sampled_in, count in tokens_by_step(t, start=t.fork_at):
+                m.mean("carry_over/staleness", step - sampled_in, count)
+                m.max("carry_over/staleness_max", step - sampled_in)
+                m.sum("carry_over/tokens", count * (sampled_in < step))
+    for group in groups:
+        sampling_steps = [sampled_in for t in group.trajectories for _, sampled_in in t.versions]
+        if sampling_steps:
+            m.sum("carry_over/groups", min(sampling_steps) < step)
     return m
 
 
 def source_names(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Data source -> the last part of its metric's name, for the MAX_SOURCES most frequent; the rest are "other".
+    """Return data source -> last part of its metric's name, like "NQ (open)" -> "NQ_open_".
 
-    Empty where all prompts have one source, whose accuracy is that of all. "NQ (open)" -> "NQ_open_"
+    The MAX_SOURCES most frequent sources have a name each, all others are "other". Empty if there is only one source:
+    its accuracy is the accuracy of all.
     """
     counts = Counter(prompt.data_source for prompt in prompts)
     if len(counts) < 2:
         return {}
-    ordered = sorted(counts, key=lambda source: (-counts[source], source))
-    plain = {source: re.sub(r"[^\w.-]+", "_", source) or "unnamed" for source in ordered}
-    return {source: plain[source] if n < MAX_SOURCES else "other" for n, source in enumerate(ordered)}
+    most_frequent_first = sorted(counts, key=lambda source: (-counts[source], source))
+    names = {source: "other" for source in most_frequent_first}
+    for source in most_frequent_first[:MAX_SOURCES]:
+        names[source] = re.sub(r"[^\w.-]+", "_", source) or "unnamed"
+    return names
 
 
 def distributions(groups: Sequence[Group]) -> dict[str, list[float]]:
-    """Return the values of a step's histograms: reward, response length, and H - H_root of the turns after a result."""
+    """Return the values of a step's histograms: reward, response length, and H - H_root of turns after a result."""
     trajectories = [t for group in groups for t in group.trajectories]
     return {
         "histogram/reward": [t.reward for t in trajectories if t.is_judged],
@@ -165,10 +179,10 @@ def distributions(groups: Sequence[Group]) -> dict[str, list[float]]:
 
 
 class Metrics:
-    """Named numbers with a declared reduction, so that a value means the same on 1 rank and on 64.
+    """Named numbers with a declared reduction. So a value means the same on 1 rank and on 64.
 
-    A number may be a tensor of one element. On a GPU it stays there, in float64, until `values` (or pickling) reads all
-    of them in one transfer, so that adding to a metric never makes the host wait for the GPU.
+    A number may be a tensor with one element. A number on a GPU stays there, in float64, until `values` (or pickling)
+    reads all numbers in one transfer. So adding to a metric never makes the host wait for the GPU.
 
     >>> m = Metrics(); m.mean("reward/mean", 1.0); m.mean("reward/mean", 0.0); m.sum("tools/calls", 3); m.values()
     {'reward/mean': 0.5, 'tools/calls': 3.0}
@@ -185,64 +199,71 @@ class Metrics:
         self._add(name, "mean", _exact(value) * _exact(weight), _exact(weight))
 
     def sum(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
-        """Add to a sum. It has no value where all that was added has weight 0; so does `max`."""
+        """Add to a sum. If all weights are 0, the metric has no value."""
         self._add(name, "sum", _exact(value), _exact(weight))
 
     def max(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> None:
+        """Update a maximum. If all weights are 0, the metric has no value."""
         self._add(name, "max", _exact(value), _exact(weight))
 
     def ratio(self, name: str, numerator: str, denominator: str) -> None:
-        """Declare a ratio of two sums, whatever is still added to them; it has no value where the latter is 0."""
+        """Declare a ratio of two sums, computed at the end. If the denominator is 0, the metric has no value."""
         self._ratios[name] = (numerator, denominator)
 
     def percentiles(self, name: str, value: float) -> None:
-        """Add to the values of which `name`_p50, _p95 and _max are reported exactly."""
+        """Add to the values behind `name`_p50, _p95 and _max, which are exact."""
         self._samples.setdefault(name, []).append(float(value))
 
     def std(self, name: str, value: float) -> None:
-        """Add to the values whose standard deviation is reported, over those of all ranks."""
+        """Add to the values of a standard deviation (the population's, over all ranks)."""
         count, total, squares = self._moments.get(name, (0.0, 0.0, 0.0))
         self._moments[name] = (count + 1.0, total + value, squares + value * value)
 
     def _add(self, name: str, op: str, value: float | Tensor, weight: float | Tensor) -> None:
-        old_op, old, old_weight = self._entries.get(name, (op, float("-inf") if op == "max" else 0.0, 0.0))
+        nothing = (op, -math.inf if op == "max" else 0.0, 0.0)
+        old_op, old_value, old_weight = self._entries.get(name, nothing)
         assert op == old_op, f"metric {name} is declared as {old_op} and as {op}"
-        self._entries[name] = (op, _larger(old, value) if op == "max" else old + value, old_weight + weight)
+        new_value = _larger(old_value, value) if op == "max" else old_value + value
+        self._entries[name] = (op, new_value, old_weight + weight)
 
     def _read(self) -> None:
-        """Turn what is on a GPU into floats, with one transfer."""
+        """Turn the numbers on a GPU into floats, with one transfer."""
         tensors = [x for _, *numbers in self._entries.values() for x in numbers if not isinstance(x, float)]
-        if tensors:
-            import torch
+        if not tensors:
+            return
+        import torch  # here, so that a process without tensors need not load it
 
-            read = iter(torch.stack(tensors).tolist())
-            for name, (op, *numbers) in self._entries.items():
-                self._entries[name] = (op, *(x if isinstance(x, float) else next(read) for x in numbers))
+        on_host = iter(torch.stack(tensors).tolist())
+        for name, (op, *numbers) in self._entries.items():
+            self._entries[name] = (op, *(x if isinstance(x, float) else next(on_host) for x in numbers))
 
     def __getstate__(self) -> dict:
         self._read()
         return vars(self)
 
     def merge(self, other: Metrics, prefix: str = "") -> None:
-        """Add the other's numbers, as `prefix` + name."""
+        """Add the numbers of `other`, with `prefix` before each name."""
         for name, (op, value, weight) in other._entries.items():
             self._add(prefix + name, op, value, weight)
         for name, samples in other._samples.items():
             self._samples.setdefault(prefix + name, []).extend(samples)
         for name, moments in other._moments.items():
-            own = self._moments.get(prefix + name, (0.0, 0.0, 0.0))
-            self._moments[prefix + name] = tuple(a + b for a, b in zip(own, moments, strict=True))
+            old_moments = self._moments.get(prefix + name, (0.0, 0.0, 0.0))
+            self._moments[prefix + name] = tuple(a + b for a, b in zip(old_moments, moments, strict=True))
         for name, (numerator, denominator) in other._ratios.items():
             self._ratios[prefix + name] = (prefix + numerator, prefix + denominator)
 
     def __getitem__(self, name: str) -> float:
-        """Return the reduced value. Raises KeyError where nothing was added."""
+        """Return the reduced value. Raises KeyError if the metric has none."""
         return self.values()[name]
 
     def values(self) -> dict[str, float]:
-        """Return the reduced values by name; names without one are left out."""
+        """Return metric name -> reduced value, without the metrics that have no value."""
         self._read()
-        values = {n: (v / weight if op == "mean" else v) for n, (op, v, weight) in self._entries.items() if weight > 0}
+        values = {}
+        for name, (op, value, weight) in self._entries.items():
+            if weight > 0:
+                values[name] = value / weight if op == "mean" else value
         for name, samples in self._samples.items():
             ordered = sorted(samples)
             for label, share in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
@@ -256,7 +277,7 @@ class Metrics:
 
 
 def _exact(number: float | Tensor) -> float | Tensor:
-    """Return a number as a float, or as float64 on the GPU that it is on."""
+    """Return a number as a float; if it is on a GPU, as a float64 tensor there."""
     if not hasattr(number, "detach"):
         return float(number)
     number = number.detach()
@@ -264,5 +285,9 @@ def _exact(number: float | Tensor) -> float | Tensor:
 
 
 def _larger(a: float | Tensor, b: float | Tensor) -> float | Tensor:
-    a, b = (b, a) if isinstance(b, float) else (a, b)
-    return max(a, b) if isinstance(b, float) else b.clamp(min=a)
+    """Return the larger of two numbers; if one is a tensor, as a tensor."""
+    if isinstance(a, float) and isinstance(b, float):
+        return max(b, a)  # in this order a new NaN stays
+    if isinstance(b, float):
+        a, b = b, a
+    return b.clamp(min=a)

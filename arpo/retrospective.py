@@ -185,7 +185,7 @@ def chosen_forks(finished: Group, budget: int, cfg: BranchingConfig, rng: random
     Raises UserError if a selector of the user returns anything but forks at existing turns with finite scores.
     """
     # Rewards are NaN for a user's selector, not None or 0: all that is computed from NaN is NaN, and refused below.
-    visible = finished.as_seen(reward=math.nan) if is_own(cfg.selector) else finished
+    visible = finished.for_custom_code(reward=math.nan) if is_own(cfg.selector) else finished
     what = f"branching.selector={cfg.selector}"
     returned = ask("branching.selector", cfg.selector, EXPANSIONS, visible, budget, cfg, rng)
     num_turns = {t.trajectory_id: len(t.turns) for t in finished.trajectories}

@@ -1,8 +1,8 @@
-"""Importance weights against the difference between the policy that sampled (vLLM's) and the trainer's own.
+"""Importance weights that correct for the difference between vLLM's probabilities and the trainer's.
 
-A new correction is a pair: a function that combines the weights of tokens, and one that bounds them; in a file of yours
-(loss.rollout_correction=FILE.py:NAME) or as one line in ROLLOUT_CORRECTIONS. All functions are pure. Legend as in
-losses.py: B trajectories (rows), T response tokens.
+A new correction is a pair of functions: one combines the weights of tokens, the other bounds them. Put the pair into
+your own file (loss.rollout_correction=FILE.py:NAME), or add one line to ROLLOUT_CORRECTIONS. All functions are pure.
+Legend as in losses.py: B trajectories (rows), T response tokens.
 """
 
 from __future__ import annotations
@@ -22,39 +22,48 @@ from arpo.options import LossConfig
 def rollout_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cfg: LossConfig
 ) -> tuple[Tensor, Metrics]:
-    """Return importance weights against the difference of vLLM's and the trainer's logprobs, and metrics.
+    """Return the importance weights of the tokens, (B, T) without gradient, 0 where the mask is 0; and metrics.
 
-    w = exp(old_logprobs - rollout_logprobs) of each token, or one for all tokens of a sequence, bounded as
-    ROLLOUT_CORRECTIONS[cfg.rollout_correction] says; (B, T) without gradient, 0 where mask is 0.
+    w = exp(old_logprobs - rollout_logprobs) for each token, or one w for all tokens of a sequence. It is bounded by
+    ROLLOUT_CORRECTIONS[cfg.rollout_correction].
 
-    Within [0.5, 2], a row of w = 0.4, 1, 3 -> tis 0.4, 1, 2; mis 0, 1, 0; sequence_tis and _mis their product, 1.2;
-    geometric_tis and _mis its third root, 1.06.
+    Bounds [0.5, 2], a row of w = 0.4, 1, 3 -> tis 0.4, 1, 2; mis 0, 1, 0; sequence_tis and sequence_mis the product,
+    1.2; geometric_tis and geometric_mis its third root, 1.06.
     """
     keep = mask.bool()
+    metrics = Metrics()
     with torch.no_grad():
-        difference = torch.where(keep, old_logprobs - rollout_logprobs, 0.0)
-        weights, changed = corrected(difference, keep, cfg)
-        metrics, num_tokens = Metrics(), keep.sum().double()
+        log_weights = torch.where(keep, old_logprobs - rollout_logprobs, 0.0)
+        weights, changed = corrected(log_weights, keep, cfg)
+        num_tokens = keep.sum().double()
         for name, tokens in changed.items():
             metrics.mean(name, (tokens & keep).sum() / num_tokens.clamp(min=1), num_tokens)
         return weights * keep, metrics
 
 
-def corrected(difference: Tensor, keep: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weights that the correction makes of log w, and which tokens it changed, (B, T) each. Raises UserError
-    where one of the user's returns something else."""
-    name, shape = cfg.rollout_correction, tuple(difference.shape)
-    what = f"loss.rollout_correction={name}"
+def corrected(log_weights: Tensor, keep: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the weights to use, and metric name -> bool mask of the changed tokens, (B, T) each.
 
-    def ask_for(part: int, *arguments: Any) -> Any:
-        return ask("loss.rollout_correction", name, ROLLOUT_CORRECTIONS, *arguments, pair=part)
+    Raises UserError if a custom correction returns other types or shapes.
+    """
+    name = cfg.rollout_correction
+    option = f"loss.rollout_correction={name}"
+    shape = tuple(log_weights.shape)
 
-    combined = tensor(ask_for(0, difference, keep), f"{what}: the combined log weights", shape, (shape[0], 1))
-    weights = combined.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(difference)
-    weights, changed = instance(ask_for(1, weights, cfg), f"{what}: the bounded weights", tuple, length=2)
-    for key, tokens in instance(changed, f"{what}: the changed tokens", dict).items():
-        tensor(tokens, f"{what}: the changed tokens {key!r}", shape)
-    return tensor(weights, f"{what}: the weights", shape), changed
+    def call_function(index: int, *arguments: Any) -> Any:
+        return ask("loss.rollout_correction", name, ROLLOUT_CORRECTIONS, *arguments, pair=index)
+
+    combined = call_function(0, log_weights, keep)
+    tensor(combined, f"{option}: the combined log weights", shape, (shape[0], 1))
+    weights = combined.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(log_weights)
+
+    bounded = call_function(1, weights, cfg)
+    weights, changed = instance(bounded, f"{option}: the bounded weights", tuple, length=2)
+    instance(changed, f"{option}: the changed tokens", dict)
+    for key, tokens in changed.items():
+        tensor(tokens, f"{option}: the changed tokens {key!r}", shape)
+    tensor(weights, f"{option}: the weights", shape)
+    return weights, changed
 
 
 def truncated(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
@@ -63,28 +72,32 @@ def truncated(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tenso
 
 
 def masked(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Masked importance sampling: w within [correction_low, correction_high], 0 outside. Such a token still counts in
-    the denominator of the mean, so that the other tokens' weights do not depend on it."""
+    """Masked importance sampling: w within [correction_low, correction_high], 0 outside.
+
+    A token with weight 0 still counts in the denominator of the loss's mean, so other tokens do not depend on it.
+    """
     outside = (weights > cfg.correction_high) | (weights < cfg.correction_low)
     return torch.where(outside, 0.0, weights), {"masked_share": outside}
 
 
 def each_token(log_weights: Tensor, mask: Tensor) -> Tensor:
-    """Return the weights as they are: every token has its own."""
+    """Return the weights unchanged: each token has its own weight."""
     return log_weights
 
 
 def sum_over_sequence(log_weights: Tensor, mask: Tensor) -> Tensor:
-    """Return the log of the product of each row's weights, (B, 1): unbiased until it is bounded, unlike the others, but
-    of a variance that grows with the length."""
+    """Return the log of the product of each row's weights, (B, 1).
+
+    Unlike the others it is unbiased before it is bounded, but its variance grows with the length of the row.
+    """
     return log_weights.sum(-1, keepdim=True)
 
 
-Combined = Callable[[Tensor, Tensor], Tensor]
-"""log w of the tokens (B, T), 0 off the mask, and the mask -> log w to use, (B, T) or (B, 1)."""
-Bounded = Callable[[Tensor, LossConfig], tuple[Tensor, dict[str, Tensor]]]
-"""Weights (B, T) -> the weights to use, and metric name -> (B, T) bool of the tokens that it changed."""
-ROLLOUT_CORRECTIONS: dict[str, tuple[Combined, Bounded]] = {
+Combine = Callable[[Tensor, Tensor], Tensor]
+"""(log w of the tokens (B, T), 0 off the mask; mask (B, T)) -> log w to use, (B, T) or (B, 1)."""
+Bound = Callable[[Tensor, LossConfig], tuple[Tensor, dict[str, Tensor]]]
+"""Weights (B, T) -> (weights to use (B, T), metric name -> (B, T) bool, True at the tokens with a changed weight)."""
+ROLLOUT_CORRECTIONS: dict[str, tuple[Combine, Bound]] = {
     "tis": (each_token, truncated),
     "mis": (each_token, masked),
     "sequence_tis": (sum_over_sequence, truncated),
@@ -93,4 +106,5 @@ ROLLOUT_CORRECTIONS: dict[str, tuple[Combined, Bounded]] = {
     "geometric_mis": (mean_over_sequence, masked),
 }
 NEED_WHOLE_ROWS = {"sequence_tis", "sequence_mis", "geometric_tis", "geometric_mis"}
-"""Those that combine the tokens of a row, and so cannot go with model.context_parallel > 1. (So are a user's.)"""
+"""Corrections over all tokens of a row. They need a row on one rank, so model.context_parallel must be 1. Custom ones
+are assumed to be of this kind."""

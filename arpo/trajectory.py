@@ -1,6 +1,6 @@
 """The glossary: Prompt, Turn, ToolCall, Trajectory, Group. No torch, no I/O.
 
-One trajectory is one response. Its token lists are parallel, and cover the response only:
+One trajectory is one response. Its token lists have one number per response token:
 
     token_ids         <think> ... </search>    <result> ... </result>   <think> ... </answer><eos>
     loss_mask         1 1 1 1 1 1 1 1 1 1 1    0 0 0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1 1 1 1 1 1
@@ -8,8 +8,8 @@ One trajectory is one response. Its token lists are parallel, and cover the resp
     turns             |------ Turn 0 -------------------------------|   |------ Turn 1 ------|
                       start            end               result_end     start             end = result_end
 
-Without tags (protocol.format) a turn ends with the model's end token, and masked behind it is all that the template
-writes up to the model's next turn: <tool_call> ... <eos> | <tool_response> ... assistant | It is ... <eos>
+Without tags (protocol.format) a turn ends with the model's end token. After it, all text of the chat template up to the
+model's next turn has mask 0: <tool_call> ... <eos> | <tool_response> ... assistant | It is ... <eos>
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from enum import StrEnum
 
 
 class StopReason(StrEnum):
-    """The reason why a trajectory ended. Only EOS means that the policy itself decided to stop."""
+    """Why a trajectory ended. Only with EOS did the policy itself decide to stop; ERROR is an infrastructure error."""
 
     EOS = "eos"
     LENGTH = "length"
@@ -32,140 +32,144 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question. `token_ids` is the rendered chat prompt up to the point where the response begins."""
+    """One question."""
 
     prompt_id: str
     messages: list[dict[str, str]]
-    """The chat that was rendered, its system message included; before that as the file has it."""
+    """The chat. Once `token_ids` are filled, it has the system message; before that it is as in the file."""
     answers: list[str]
     """Accepted answers (aliases); the reward takes the best match."""
     data_source: str = ""
     tools: tuple[str, ...] | None = None
-    """Tags of the tools that it offers, if they are loaded; None = all that are loaded."""
+    """Tags of the tools that the prompt offers, if they are loaded; None = all loaded tools."""
     meta: dict = field(default_factory=dict)
     """`ability` ("math" | "qa") and the other columns of the data file."""
     token_ids: tuple[int, ...] = ()
+    """The rendered chat, up to the first response token."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that the policy wrote, and what it read back."""
+    """One tool call that the policy wrote, and the result that it read."""
 
     tag: str
     argument: str
     result: str
-    """The result as the model read it (escaped, truncated): with tags the text between <result> and </result>."""
+    """The text that the model read (escaped, truncated). With tags, the text between <result> and </result>."""
     ok: bool
     error_kind: str | None = None
     """Short stable name of the failure ("timeout", "error", "empty_call", "unopened_tag", "limit", ...); None if ok."""
     executed: bool = True
-    """False where no tool ran: malformed calls, calls over the limit."""
+    """False if no tool ran: a malformed call, or a call over the limit."""
     cached: bool = False
     seconds: float = 0.0
     cost: float = 0.0
-    """Money, in the currency of tools.price_per_call; 0 where a cache answered."""
+    """Money, in the currency of tools.price_per_call; 0 if a cache answered."""
     info: dict = field(default_factory=dict)
-    """What the tool says of the call besides its text, for rewards: an environment's own reward, say."""
+    """Further data from the tool for the reward function, like an environment's reward."""
     replayed: int = 0
-    """Calls of the trajectory that this one branched from, run again before this call to give it their state."""
+    """Number of the parent's calls that were run again before this call, so that the tool has the parent's state."""
     replay_mismatches: int = 0
-    """Those of them that answered otherwise than the first time: the state is not what the model has read of it."""
+    """Number of replayed calls with another answer than the first time. The tool's state then differs from what the
+    model read."""
 
 
 @dataclass(frozen=True)
 class BranchDecision:
-    """The record of one branch decision, with everything needed to recompute it."""
+    """The record of one branch decision: all that is needed to compute it again."""
 
     entropy: float
     """H: mean entropy of the first k tokens after the tool result, nats."""
     root_entropy: float
     """H_root: the same over the first k tokens of the trajectory's first turn."""
     probability: float | None
-    """P(branch); None where a retrospective selector chose, after all had ended, and where a tool refused."""
+    """P(branch); None if a retrospective selector chose the turn, or if a tool refused."""
     draw: float | None
-    """The uniform number compared with `probability`; None under the threshold rule, and where that is None."""
+    """Uniform random number that `probability` was compared with; None under the threshold rule, or without P."""
     consecutive: int
-    """Branching decisions in a row on this chain before this one (AEPO's l)."""
+    """Number of decisions to branch in a row before this one on the same chain (AEPO's l)."""
     budget_left: int
-    """Trajectories the group could still start when the decision was taken."""
+    """Number of trajectories that the group could still start at the time of the decision."""
     num_children: int
     outcome: str
     """"branched" | "declined" | "no_budget" | "refused" """
     score: float | None = None
-    """What a retrospective selector chose the turn by (the newest, where it was chosen again)."""
+    """Score of the turn under a retrospective selector; the newest if the turn was chosen again."""
     refused_by: str = ""
-    """refused: the tool that has a session open here, of which there can be no second one."""
+    """With outcome "refused": the tool with an open session, which cannot be copied for a branch."""
 
 
 @dataclass
 class Turn:
-    """One stretch of sampled tokens, and the tool result that followed it. Indices are response positions."""
+    """A run of sampled tokens and the tool results after it. Indices are response positions."""
 
     start: int
     end: int = 0
     result_end: int = 0
-    """One past the last token of the appended tool results; equals `end` when no tool was called."""
+    """One past the last token of the tool results; equals `end` if no tool was called."""
     entropy: float | None = None
-    """Mean over the first k sampled tokens of the next-token entropy, nats; None until known."""
+    """Mean next-token entropy (nats) over the first k sampled tokens; None until it is measured."""
     tool_calls: list[ToolCall] = field(default_factory=list)
-    """Calls that the turn ended in, in order: none in an answer, one with tags, one or more in JSON."""
+    """Calls at the end of the turn, in order: none in an answer, one with tags, one or more in JSON."""
     is_note: bool = False
-    """True where the policy was asked for a note: what it wrote there is neither a call nor an answer."""
+    """True if the policy was asked for a note. Its text is then neither a call nor an answer."""
     inherited: bool = False
-    """True where a branch took the turn over from its parent: its tool calls were not executed again."""
+    """True if a branch copied the turn from its parent. The tool calls were not executed again."""
     decision: BranchDecision | None = None
     token_entropies: list[float] = field(default_factory=list)
-    """Next-token entropy (nats) of each of the first k sampled tokens, as far as the engine measured them."""
+    """Next-token entropy (nats) of each of the first k sampled tokens that the engine measured."""
 
 
 @dataclass
 class Context:
-    """Tokens that the policy read in place of the prompt and all that it had sampled before, from a turn on."""
+    """Tokens that the policy read from some turn on, in place of the prompt and the response so far."""
 
     start: int
-    """Response index of the first token that was sampled behind it."""
+    """Response index of the first token sampled after this context."""
     token_ids: list[int]
 
 
 @dataclass
 class Trajectory:
-    """One response of the policy to one prompt. A branch shares its parent's tokens before `fork_at`. Once
-    all ranks have it (`Team.all_gather_groups`), its lists of a number per token are arrays."""
+    """One response of the policy to one prompt. A branch has its parent's tokens before `fork_at`.
+
+    After the ranks have exchanged trajectories (`Team.all_gather_groups`), the lists with a number per token are arrays.
+    """
 
     prompt_id: str
     trajectory_id: str
-    """The path in the tree: "2" is the third root, "2.0" its first child. Unique within the group."""
+    """Path in the tree: "2" is the third root, "2.0" its first child. Unique within the group."""
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
-    """1 = sampled by the policy (trained), 0 = tool output."""
+    """1 = sampled by the policy, trained on; 0 = tool output."""
     rollout_logprobs: list[float] = field(default_factory=list)
-    """Logprob of each sampled token under the rollout policy; 0.0 where the mask is 0."""
+    """Log-probability of each sampled token under the rollout policy; 0.0 where the mask is 0."""
     turns: list[Turn] = field(default_factory=list)
     parent_id: str | None = None
     fork_at: int = 0
-    """Response index where the trajectory leaves its parent; 0 for roots."""
+    """Response index where a branch leaves its parent; 0 for roots."""
     contexts: list[Context] = field(default_factory=list)
-    """Those that took the prompt's place, in order (protocol/contexts.py); none under rollout.context=append."""
+    """Contexts after the prompt, in order (protocol/contexts.py); none under rollout.context=append."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """(first response index, step in which the tokens from there on were sampled); kept under rollout.carry_over."""
+    """(first response index, training step that sampled the tokens from there on); filled under rollout.carry_over."""
     stop_reason: StopReason | None = None
     text: str = ""
     """The decoded response, tool results included."""
     segments: list[tuple[str, bool]] = field(default_factory=list)
-    """`text` cut into (text, written by the model) runs; the format reward reads only the model's."""
+    """`text` cut into runs (text, written by the model). The format reward reads only the model's runs."""
     token_chars: list[int] = field(default_factory=list)
-    """Characters of `text` that each token adds; empty where they cannot be told apart. Those at the start that none
-    adds are the prompt's (Codec.token_chars)."""
+    """Number of characters that each token adds to `text`; empty if they cannot be attributed. `text` may begin with
+    characters of the prompt, which no token adds (Codec.token_chars)."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_reason: str = ""
     kl_penalty: float = 0.0
-    """Number that is subtracted from the reward for the KL to the reference policy (loss.kl_in=reward)."""
+    """Subtracted from the reward: the KL to the reference policy times its coefficient (loss.kl_in=reward)."""
     advantage: float | None = None
-    """Advantage in the group; None where the trajectory teaches nothing, or each token has its own (gae)."""
+    """Advantage within the group; None if the trajectory is not trained on, or if each token has its own (gae)."""
 
     def check(self) -> None:
-        """Assert the invariants that everything downstream relies on."""
+        """Assert the invariants of a finished trajectory."""
         n = len(self.token_ids)
         assert n == len(self.loss_mask) == len(self.rollout_logprobs), self.trajectory_id
         assert len(self.token_chars) in (0, n), self.trajectory_id
@@ -175,27 +179,31 @@ class Trajectory:
 
     @property
     def is_judged(self) -> bool:
-        """True where the reward says something of the policy: not where an error of ours cut the response off."""
+        """True if there is a reward, and no infrastructure error cut the response off."""
         return self.reward is not None and self.stop_reason != StopReason.ERROR
 
     @property
     def is_left_out(self) -> bool:
-        """True where it must not be trained on: an error of ours cut it off, or a term of the reward has no value."""
+        """True if it must not be trained on: after an infrastructure error, or if a reward term has no value."""
         return self.stop_reason == StopReason.ERROR or (self.reward is None and self.reward_reason != "")
 
     @property
     def accuracy(self) -> float | None:
-        """The answer's accuracy by the reward, 0..1; None where the reward does not say."""
+        """Accuracy of the answer, from 0 to 1; None if the reward has no such part."""
         return self.reward_parts.get("accuracy")
 
     @property
     def is_solved(self) -> bool | None:
-        """True where the answer is right, at least in part, and well-formed; None where the reward does not say."""
-        return None if self.accuracy is None else self.accuracy > 0 and self.reward_parts.get("format", 1.0) > 0
+        """True if the answer is at least partly right, and well-formed; None if the reward has no accuracy."""
+        if self.accuracy is None:
+            return None
+        return self.accuracy > 0 and self.reward_parts.get("format", 1.0) > 0
 
-    def as_seen(self) -> Trajectory:
-        """Return a copy for a function of the user's: results were not sampled, so their tokens have NaN for logprobs,
-        which no sum can hide."""
+    def for_custom_code(self) -> Trajectory:
+        """Return a copy for a custom function (FILE.py:NAME), with NaN for the logprobs of tool results.
+
+        Tool results were not sampled. The zeros would hide in a sum by mistake; NaN does not.
+        """
         logprobs = self.rollout_logprobs[:]
         for turn in self.turns:
             for position in range(turn.end, turn.result_end):
@@ -216,37 +224,45 @@ class Trajectory:
         )
 
     def branch(self, trajectory_id: str, turn: int) -> Trajectory:
-        """Return a trajectory that shares all turns before this one, and ends there for now."""
-        at = self.turns[turn].start
+        """Return a new branch, with a copy of all turns before `turn`."""
+        fork_at = self.turns[turn].start
         return Trajectory(
-            self.prompt_id, trajectory_id, self.token_ids[:at], self.loss_mask[:at], self.rollout_logprobs[:at],
+            prompt_id=self.prompt_id,
+            trajectory_id=trajectory_id,
+            token_ids=self.token_ids[:fork_at],
+            loss_mask=self.loss_mask[:fork_at],
+            rollout_logprobs=self.rollout_logprobs[:fork_at],
             turns=[replace(t, inherited=True, decision=None) for t in self.turns[:turn]],
-            parent_id=self.trajectory_id, fork_at=at, versions=[v for v in self.versions if v[0] < at],
-            contexts=[context for context in self.contexts if context.start <= at],
-        )  # fmt: skip
+            parent_id=self.trajectory_id,
+            fork_at=fork_at,
+            versions=[(start, step) for start, step in self.versions if start < fork_at],
+            # <=: a context that starts at the fork is what the branch's first turn reads.
+            contexts=[context for context in self.contexts if context.start <= fork_at],
+        )
 
     def context(self, prompt_ids: Sequence[int]) -> list[int]:
-        """Return all that the policy has before it: the newest context, or the prompt, and what was sampled and read
-        behind it."""
+        """Return the tokens that the policy reads now: the newest context, or else the prompt, and all response tokens
+        after it."""
         if not self.contexts:
             return [*prompt_ids, *self.token_ids]
-        return [*self.contexts[-1].token_ids, *self.token_ids[self.contexts[-1].start :]]
+        newest = self.contexts[-1]
+        return [*newest.token_ids, *self.token_ids[newest.start :]]
 
     def num_context_tokens(self, num_prompt_tokens: int) -> int:
-        """Return the number of tokens of `context`, less those of the prompt."""
+        """Return the number of tokens of `context`, minus those of the prompt."""
         if not self.contexts:
             return len(self.token_ids)
         newest = self.contexts[-1]
         return len(newest.token_ids) - num_prompt_tokens + len(self.token_ids) - newest.start
 
-    def sampled_in(self, step: int) -> None:
-        """Note that the tokens from here on are sampled in this step."""
+    def record_step(self, step: int) -> None:
+        """Record that the tokens from here on are sampled in this training step."""
         if not self.versions or self.versions[-1][1] != step:
             self.versions.append((len(self.token_ids), step))
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Number of loss tokens, the inherited ones included."""
+        """Number of loss tokens, including those inherited from a parent."""
         return sum(self.loss_mask)
 
     @property
@@ -255,13 +271,16 @@ class Trajectory:
 
     @property
     def own_tool_calls(self) -> list[ToolCall]:
-        """Calls made for this trajectory itself; a branch's inherited calls belong to its parent."""
+        """Calls of this trajectory without those inherited from its parent."""
         return [call for t in self.turns for call in t.tool_calls if not t.inherited]
 
     def to_dict(self) -> dict:
         """Return the fields in plain types, for the dump (jsonl). Long lists are shared, not copied."""
-        mine = {name: value.tolist() if isinstance(value, array) else value for name, value in vars(self).items()}
-        return mine | {name: [asdict(one) for one in mine[name]] for name in ("turns", "contexts")}
+        fields = {name: value.tolist() if isinstance(value, array) else value for name, value in vars(self).items()}
+        # asdict copies, so only the two lists of dataclasses go through it.
+        fields["turns"] = [asdict(turn) for turn in self.turns]
+        fields["contexts"] = [asdict(context) for context in self.contexts]
+        return fields
 
 
 @dataclass
@@ -271,8 +290,8 @@ class Group:
     prompt: Prompt
     trajectories: list[Trajectory]
     sampled_by: int | None = None
-    """Rank that sampled it (the first of those that share an engine)."""
+    """Rank that sampled the group; if ranks share an engine, the first of them."""
 
-    def as_seen(self, **unknown: float) -> Group:
-        """Return a copy for a function of the user's, see `Trajectory.as_seen`; `unknown` are fields to set in all."""
-        return replace(self, trajectories=[replace(t.as_seen(), **unknown) for t in self.trajectories])
+    def for_custom_code(self, **overrides: float) -> Group:
+        """Return a copy for a custom function, see `Trajectory.for_custom_code`. Every trajectory gets `overrides`."""
+        return replace(self, trajectories=[replace(t.for_custom_code(), **overrides) for t in self.trajectories])

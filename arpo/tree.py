@@ -1,20 +1,20 @@
-"""Micro-batches in which the rows form trees: a prefix that rows share is computed once (update.layout=tree).
+"""Micro-batches whose rows form trees: a prefix shared by several rows is computed once (update.layout=tree).
 
-Equal token ids from the first token on are one path, whoever sampled them, so prompts are shared as well. A node is one
-unique token; nodes are numbered depth first. Two rows, prompt a b:
+Rows share their tokens as long as the token ids are equal, whether or not one branched from the other. So the rows of a
+group share the prompt, too. A node is one unique token; nodes are numbered depth first. Two rows, prompt a b:
 
     rows           a b c d e      a b c x
     input_ids      a b c d e x                   (N,) one per node
-    position_ids   0 1 2 3 4 3                   the depth: what the token's position is in its row
-    paths          0 1 2 3 4, 0 1 2 5            what attention sees (attention.py): a row's own tokens query all of it
+    position_ids   0 1 2 3 4 3                   the depth, which is the token's position in its row
+    paths          0 1 2 3 4, 0 1 2 5            the nodes that each row attends to (attention.py)
     nodes          [[2, 3, 4], [2, 5, -1]]       (B, T) each response token's node
     predict_from   [[1, 2, 3], [1, 2, 0]]        (B, T) its parent
 
-Everything aligned with the rows, (B, T), is as in batch.py, so losses, gradients and metrics are those of flat packing.
+All (B, T) tensors are as in batch.py. So losses, gradients and metrics are those of flat packing.
 
-Rows in the order of their token ids are the trees' leaves from left to right. Cutting that order in front of a row
-computes again what the row shares with the one before it, and nothing else. A row of several contexts (batch.py) is
-several leaves, which share what they can with each other too.
+Rows sorted by their token ids are the trees' leaves from left to right. A cut of this order before a row costs the
+tokens that the row shares with the row before it, and nothing more. A row with several contexts (batch.py) is several
+leaves, which share tokens with each other in the same way.
 """
 
 from __future__ import annotations
@@ -26,25 +26,22 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from arpo.batch import MicroBatch, Row, RowPaths, assign_to_ranks, collate, pack, row_of
-from arpo.options import AdvantageConfig
-from arpo.selection import training_trajectories
-from arpo.trajectory import Group
+from arpo.batch import MicroBatch, Row, RowPaths, assign_to_ranks, collate, pack
 
 
 @dataclass(kw_only=True)
 class TreeBatch(MicroBatch):
-    """A MicroBatch of N unique tokens. The head scores each node once, however many rows go through it."""
+    """A MicroBatch of N unique tokens. The head scores each node once, also if several rows share it."""
 
     parents: torch.Tensor
-    """(N,) each node's parent; 0 for a first token, which has none"""
+    """(N,) each node's parent; 0 for the first token of a tree, which has no parent"""
     nodes: torch.Tensor
     """(B, T) each response token's node; -1 beyond a row's end"""
     loss_nodes: torch.Tensor
-    """(U,) nodes that are a loss token of at least one row, ascending"""
+    """(U,) nodes that are a loss token of at least one row, in ascending order"""
 
     def gather(self, node_values: torch.Tensor) -> torch.Tensor:
-        """(B, T, ...) value (N, ...) of each response token's node, 0 beyond a row's end. Differentiable."""
+        """Return each response token's node value, (N, ...) -> (B, T, ...); 0 beyond a row's end. Differentiable."""
         values = node_values[self.nodes.clamp(min=0)]
         return torch.where(expanded(self.nodes >= 0, values), values, 0)
 
@@ -58,101 +55,117 @@ class TreeBatch(MicroBatch):
 
 
 def expanded(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the mask (B, T) with further dimensions of size 1, as many as `values` (B, T, ...) has."""
+    """Return the mask (B, T) with dimensions of size 1 at the end, so that it broadcasts to `values` (B, T, ...)."""
     return mask.view(*mask.shape, *(1,) * (values.ndim - mask.ndim))
 
 
-# ----------------------------------------------------------------------------------------- which rows come together
-
-
-def pack_trees(groups: list[Group], max_tokens: int, cfg: AdvantageConfig | None = None) -> list[TreeBatch]:
-    """Return all training rows of `groups` on one rank, at most `max_tokens` unique tokens in each micro-batch."""
-    rows = [row_of(groups[index], t) for index, t in training_trajectories(groups, cfg or AdvantageConfig())]
-    return tree_microbatches(rows, 0, 1, max_tokens) if rows else []
+# ------------------------------------------------------------------------------------------ rows of each micro-batch
 
 
 def tree_microbatches(
     rows: list[Row], rank: int, world_size: int, max_tokens: int, *, device: torch.device | str = "cpu"
 ) -> list[MicroBatch]:
-    """Return what `batch.microbatches` does, with budget and balance counted in unique tokens."""
-    plans = plan(rows, world_size, max_tokens)
-    num_bins = max(1, *(len(bins) for bins in plans))
-    bins = plans[rank] + [[]] * (num_bins - len(plans[rank]))
+    """Return this rank's micro-batches like `batch.microbatches`, but count the budget in unique tokens."""
+    bins_of_rank = plan(rows, world_size, max_tokens)
+    num_micros = max(1, *(len(bins) for bins in bins_of_rank))
+    bins = bins_of_rank[rank]
+    bins = bins + [[]] * (num_micros - len(bins))
     return [collate_tree([rows[i] for i in ids], ids).to(device) for ids in bins]
 
 
 def plan(rows: list[Row], world_size: int, max_tokens: int) -> list[list[list[int]]]:
-    """Return [rank][micro-batch] -> indices into `rows`. Raises ValueError where a row alone exceeds `max_tokens`.
+    """Return [rank][micro-batch] -> indices into `rows`. Raises ValueError if a single row exceeds `max_tokens`.
 
-    Smaller pieces spread better over the ranks but compute more prefixes again. Of some sizes, the one is chosen that
-    leaves the busiest rank the least to compute.
+    Small pieces balance the ranks better, but compute more shared prefixes twice. So several sizes are tried, and the
+    one with the least work for the busiest rank is taken.
     """
+    # ---- rows in depth-first order, the unique tokens of each, and those shared with the row before
     sequences = [[ids for _, _, ids in row.sequences] for row in rows]
     order, shared = depth_first([ids[0] for ids in sequences])
     lengths = [num_unique(sequences[i]) for i in order]
-    for place, (before, after) in enumerate(pairwise(order), 1):  # with several sequences they may share more
+    for position, (before, after) in enumerate(pairwise(order), start=1):
+        # Rows with several sequences may share more than a prefix of their first ones.
         if len(sequences[before]) + len(sequences[after]) > 2:
             both = num_unique(sequences[before] + sequences[after])
-            shared[place] = lengths[place - 1] + lengths[place] - both
+            shared[position] = lengths[position - 1] + lengths[position] - both
+
+    # ---- a plan for each size: (work of the busiest rank, pieces, work of each piece, pieces of each rank)
     per_rank = (sum(lengths) - sum(shared)) / world_size
-    limits = {max_tokens} | {min(max_tokens, int(per_rank / k) + 1) for k in range(1, 9) if world_size > 1}
+    limits = {max_tokens}
+    if world_size > 1:
+        limits |= {min(max_tokens, int(per_rank / k) + 1) for k in range(1, 9)}
     plans = []
     for limit in sorted(limits, reverse=True):
         pieces = cut(lengths, shared, limit)
-        costs = [sum(lengths[a:b]) - sum(shared[a + 1 : b]) for a, b in pieces]
+        costs = [sum(lengths[start:end]) - sum(shared[start + 1 : end]) for start, end in pieces]
         shares = assign_to_ranks(costs, world_size)
-        plans.append((max(sum(costs[p] for p in share) for share in shares), pieces, costs, shares))
-    _, pieces, costs, shares = min(plans, key=lambda p: p[0])  # of equals the coarsest, with the fewest micro-batches
-    return [
-        [
-            [i for p in bin_ for i in order[slice(*pieces[share[p]])]]
-            for bin_ in pack([costs[p] for p in share], max_tokens)
-        ]
-        for share in shares
-    ]
+        busiest = max(sum(costs[p] for p in share) for share in shares)
+        plans.append((busiest, pieces, costs, shares))
+
+    # ---- among equal plans the first has the largest pieces, and so the fewest micro-batches
+    _, pieces, costs, shares = min(plans, key=lambda candidate: candidate[0])
+    bins_of_rank = []
+    for share in shares:
+        bins = []
+        for bin_ in pack([costs[p] for p in share], max_tokens):
+            pieces_of_bin = [pieces[share[p]] for p in bin_]
+            bins.append([i for start, end in pieces_of_bin for i in order[start:end]])
+        bins_of_rank.append(bins)
+    return bins_of_rank
 
 
 def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Pieces [first, last) of the rows in depth-first order, of at most `limit` unique tokens (one row may have more).
+    """Cut rows in depth-first order into pieces [start, end) of at most `limit` unique tokens. One row may be longer.
 
-    Of all ways the one that computes the fewest tokens again, and of equals the most even. `shared[i]` = tokens that
-    row i shares with row i - 1. Two prompts of two rows, lengths [5, 5, 5, 5], shared [0, 4, 0, 4], limit 11:
-    [(0, 2), (2, 4)], 6 tokens each.
+    `lengths[i]` = unique tokens of row i, `shared[i]` = tokens that it shares with row i - 1. The result computes the
+    fewest tokens twice; among equals it is the most even. Two prompts with two rows each, lengths [5, 5, 5, 5], shared
+    [0, 4, 0, 4], limit 11: [(0, 2), (2, 4)], 6 tokens each.
     """
-    best: list[tuple[int, int, int]] = [(0, 0, 0)]  # by number of rows: (tokens again, sum of squares, last cut)
+    # Dynamic programming. best[n] = (tokens computed twice, sum of squared costs, start of the last piece) of n rows.
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]
     for end in range(1, len(lengths) + 1):
-        cost, options = 0, []
-        for first in range(end - 1, -1, -1):
-            cost += lengths[first] - (shared[first + 1] if first + 1 < end else 0)
+        cost = 0  # unique tokens of the piece [start, end)
+        options = []
+        for start in range(end - 1, -1, -1):
+            cost += lengths[start]
+            if start + 1 < end:
+                cost -= shared[start + 1]
             if cost > limit and options:
                 break
-            again, squares, _ = best[first]
-            options.append((again + shared[first], squares + cost**2, first))
+            twice, squares, _ = best[start]
+            options.append((twice + shared[start], squares + cost**2, start))
         best.append(min(options))
-    pieces, end = [], len(lengths)
+    pieces = []
+    end = len(lengths)
     while end:
-        first = best[end][2]
-        pieces.append((first, end))
-        end = first
+        start = best[end][2]
+        pieces.append((start, end))
+        end = start
     return pieces[::-1]
 
 
 def num_unique(sequences: list[np.ndarray]) -> int:
-    """Return the number of nodes of the trees of these sequences."""
-    return sum(map(len, sequences)) - (sum(depth_first(sequences)[1]) if len(sequences) > 1 else 0)
+    """Return the number of unique tokens of these sequences."""
+    if len(sequences) == 1:  # the usual case: no need to sort
+        return len(sequences[0])
+    _, shared = depth_first(sequences)
+    return sum(map(len, sequences)) - sum(shared)
 
 
 def depth_first(sequences: list[np.ndarray]) -> tuple[list[int], list[int]]:
-    """Return the indices of sequences in the order of their token ids, a prefix first, and for each of them the number
-    of tokens that it shares with the one before it, 0 for the first."""
-    ids = [sequence.astype(">u4") for sequence in sequences]  # bytes sort like numbers
-    keys = [i.tobytes() for i in ids]
-    order = sorted(range(len(ids)), key=keys.__getitem__)
+    """Return (order, shared): the indices of sequences sorted by their token ids, a prefix first; and for each sequence
+    in this order, the number of tokens that it shares with the one before it, 0 for the first.
+
+    [7, 8, 9], [7], [7, 8] -> order [1, 2, 0], shared [0, 1, 2].
+    """
+    big_endian = [sequence.astype(">u4") for sequence in sequences]  # the bytes sort like the numbers
+    keys = [ids.tobytes() for ids in big_endian]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
     shared = [0]
     for before, after in pairwise(order):
-        n = min(len(ids[before]), len(ids[after]))
-        different = ids[before][:n] != ids[after][:n]
-        shared.append(int(different.argmax()) if different.any() else n)
+        num_common = min(len(big_endian[before]), len(big_endian[after]))
+        differs = big_endian[before][:num_common] != big_endian[after][:num_common]
+        shared.append(int(differs.argmax()) if differs.any() else num_common)
     return order, shared
 
 
@@ -160,33 +173,41 @@ def depth_first(sequences: list[np.ndarray]) -> tuple[list[int], list[int]]:
 
 
 def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
-    """Return the TreeBatch of rows in any order, which it has depth first; without rows an empty micro-batch."""
+    """Return the TreeBatch of these rows, which it sorts depth first. Without rows return an empty micro-batch."""
     if not rows:
         return collate([])
     order, _ = depth_first([row.sequences[0][2] for row in rows])
     rows = [rows[i] for i in order]
     flat = collate(rows, [row_ids[i] for i in order])
+
+    # ---- the nodes of each sequence; a row may have several sequences
     sequences = [(b, *sequence) for b, row in enumerate(rows) for sequence in row.sequences]
     order, shared = depth_first([ids for *_, ids in sequences])
     sequences = [sequences[i] for i in order]
     paths = number_nodes([len(ids) for *_, ids in sequences], shared)
+
+    # ---- the token, depth and parent of each node, and the node of each response token
     num_nodes = sum(map(len, paths)) - sum(shared)
-    input_ids, depths, parents = (np.zeros(num_nodes, np.int64) for _ in range(3))
+    input_ids = np.zeros(num_nodes, np.int64)
+    depths = np.zeros(num_nodes, np.int64)
+    parents = np.zeros(num_nodes, np.int64)
     nodes = np.full(flat.targets.shape, -1)
-    for (b, start, num_before, ids), path in zip(sequences, paths, strict=True):
+    for (b, start, num_context, ids), path in zip(sequences, paths, strict=True):
         input_ids[path] = ids
         depths[path] = np.arange(len(path))
         parents[path[1:]] = path[:-1]
-        nodes[b, start : start + len(path) - num_before] = path[num_before:]
-    seen = [(path, n) for path, n in zip(paths, shared, strict=True) if len(path) > n]  # that have tokens of their own
+        nodes[b, start : start + len(path) - num_context] = path[num_context:]
+
+    # ---- a sequence whose nodes are all shared has nothing to compute
+    computed = [(path, num_shared) for path, num_shared in zip(paths, shared, strict=True) if len(path) > num_shared]
     changed = {
         "input_ids": torch.from_numpy(input_ids)[None],
         "position_ids": torch.from_numpy(depths)[None],
         "predict_from": torch.from_numpy(np.where(nodes >= 0, parents[nodes], 0)),
         "paths": RowPaths(
-            num_queries=tuple(len(path) - n for path, n in seen),
-            num_keys=tuple(len(path) for path, _ in seen),
-            keys=torch.from_numpy(np.concatenate([path for path, _ in seen])),
+            num_queries=tuple(len(path) - num_shared for path, num_shared in computed),
+            num_keys=tuple(len(path) for path, _ in computed),
+            keys=torch.from_numpy(np.concatenate([path for path, _ in computed])),
         ),
     }
     return TreeBatch(
@@ -198,11 +219,16 @@ def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
 
 
 def number_nodes(lengths: Sequence[int], shared: Sequence[int]) -> list[np.ndarray]:
-    """Return each row's nodes from its first token on, of rows in depth-first order."""
+    """Return the nodes of each sequence, in depth-first order. `shared` is as in `depth_first`.
+
+    lengths [5, 4], shared [0, 3] -> [0, 1, 2, 3, 4] and [0, 1, 2, 5].
+    """
     paths: list[np.ndarray] = []
-    count, path = 0, np.zeros(0, np.int64)
+    path = np.zeros(0, np.int64)
+    num_nodes = 0
     for length, num_shared in zip(lengths, shared, strict=True):
-        path = np.concatenate([path[:num_shared], np.arange(count, count + length - num_shared)])
-        count += length - num_shared
+        num_new = length - num_shared
+        path = np.concatenate([path[:num_shared], np.arange(num_nodes, num_nodes + num_new)])
+        num_nodes += num_new
         paths.append(path)
     return paths

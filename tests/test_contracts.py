@@ -7,6 +7,7 @@ import torch
 from helpers.scripted_rollout import prompt
 
 from arpo.advantages import gae_advantages, group_advantages, token_advantages
+from arpo.batch import row_of
 from arpo.branching import branch_probability, initial_rollouts
 from arpo.config.tools import PythonConfig
 from arpo.data import load_prompts
@@ -18,7 +19,7 @@ from arpo.options import LossConfig
 from arpo.rewards import RewardResult, score
 from arpo.tools.python import PythonTool
 from arpo.trajectory import Group, Trajectory
-from arpo.tree import TreeBatch, pack_trees
+from arpo.tree import TreeBatch, tree_microbatches
 
 
 def tree() -> Group:
@@ -63,7 +64,9 @@ def test_branch_probability_and_initial_rollouts():
 
 
 def test_trees_hold_each_token_once_and_give_it_back_to_each_row():
-    [micro] = pack_trees([tree()], 1000)
+    group = tree()
+    rows = [row_of(group, trajectory) for trajectory in group.trajectories]
+    [micro] = tree_microbatches(rows, rank=0, world_size=1, max_tokens=1000)
     assert isinstance(micro, TreeBatch) and micro.input_ids.numel() == len(prompt().token_ids) + 4
     first = len(prompt().token_ids)
     rows = micro.gather(torch.arange(float(micro.input_ids.numel())))

@@ -113,14 +113,14 @@ def custom_results(custom: CustomReward, pairs: Pairs) -> list[RewardResult]:
         return []
     if custom.takes == "all":
         where = f"{len(pairs)} samples from {_sample(pairs[0][0])}"
-        seen = [t.as_seen() for t, _ in pairs]
+        seen = [t.for_custom_code() for t, _ in pairs]
         [returned] = _call(custom, [(where, (seen, [prompt for _, prompt in pairs]))])
         with _named(custom, where):
             results = list(returned)
         if len(results) != len(pairs) or isinstance(returned, str | dict):
             raise UserError(f"{custom.place} returned {len(results)} scores for {where}; return a list, one per sample")
     elif custom.takes == "one":
-        results = _call(custom, [(_sample(t), (t.as_seen(), prompt)) for t, prompt in pairs])
+        results = _call(custom, [(_sample(t), (t.for_custom_code(), prompt)) for t, prompt in pairs])
     else:
         results = _call(custom, [(_sample(t), _text(t, prompt)) for t, prompt in pairs])
     return [_parse(result, f"{custom.place}: {_sample(t)}") for (t, _), result in zip(pairs, results, strict=True)]

@@ -259,7 +259,7 @@ def test_staleness_counts_each_sampled_token_with_the_trajectory_that_sampled_it
     parent.versions = [(0, 3), (2, 4), (5, 6)]
     child = parent.branch("0.0", 1)
     assert child.versions == [(0, 3), (2, 4)] and len(child.token_ids) == 4
-    child.sampled_in(6)
+    child.record_step(6)
     child.token_ids, child.loss_mask, child.rollout_logprobs = [1] * 5, [1, 1, 1, 0, 1], [-1.0] * 3 + [0.0, -1.0]
     assert child.versions == [(0, 3), (2, 4), (4, 6)]
     values = staleness([Group(prompt(), [parent, child])], step=6).values()
