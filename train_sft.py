@@ -1,9 +1,9 @@
-"""Cold-start supervised fine-tuning on conversations with tool calls; loss only on what the policy itself must write.
+"""Cold-start supervised fine-tuning on conversations with tool calls. Only the assistant's tokens are in the loss.
 
     torchrun --nproc_per_node 8 train_sft.py configs/qwen2.5_7b.yaml configs/sft.yaml --data.train sft.jsonl
 
-Prompts, tool results (<result> spans) and what the chat template adds are masked. Writes checkpoints with exact resume,
-and a Hugging Face folder at runs/NAME/hf, from which train_rl.py starts.
+Prompts, tool results (<result> spans) and the chat template's text have loss mask 0. The script writes checkpoints with
+exact resume, and a Hugging Face folder at runs/NAME/hf, from which train_rl.py starts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from arpo.log.nonfinite import reported_if_not_finite
 from arpo.metrics import Metrics
 from arpo.model import Policy, load_policy, load_tokenizer
 from arpo.model.attention import attention_backend
-from arpo.model.context_parallel import spread
+from arpo.model.context_parallel import local_shares
 from arpo.model.optim import build_optimizer, set_learning_rate
 from arpo.model.policy import accumulating
 from arpo.ranks import Ranks, StopRequest, Timers, init_ranks, seed_everything
@@ -70,20 +70,24 @@ from arpo.update import optimizer_step
 
 
 def main(cfg: SFTConfig) -> None:
-    run, model, max_tokens = cfg.run, cfg.model, cfg.data.max_tokens_per_microbatch
+    run = cfg.run
+    model = cfg.model
+    max_tokens = cfg.data.max_tokens_per_microbatch
+    max_norm = cfg.optim.max_grad_norm
     ranks = init_ranks(run.peer_timeout_minutes, run.silence_timeout_s, model.shard_size, model.context_parallel)
     ranks.log_devices(attention_backend(cfg.model, ranks.device))
 
-    # ---- everything that can be wrong is found before the model is loaded
+    # ---- check all inputs before the model is loaded
     job = Job(sizes_of(model.path), model, num_shards=ranks.mesh.shape[-1], offload=cfg.optim.offload)
     check_memory(job, ranks.device)
     tokenizer = load_tokenizer(model.path)
     codec = make_codec(tokenizer, cfg.protocol, cfg.data.tools, enable_thinking=cfg.model.enable_thinking)
     saver = Saver(run, ranks, source=model.path)
-    train_rows = tokenise(local_file(cfg.data.train), cfg.data, codec, run.folder / "tokens" / "train", ranks)
+    tokens = run.folder / "tokens"
+    train_rows = tokenise(local_file(cfg.data.train), cfg.data, codec, folder=tokens / "train", ranks=ranks)
     valid_rows = []
     if cfg.data.valid:
-        valid_rows = list(tokenise(local_file(cfg.data.valid), cfg.data, codec, run.folder / "tokens" / "valid", ranks))
+        valid_rows = list(tokenise(local_file(cfg.data.valid), cfg.data, codec, folder=tokens / "valid", ranks=ranks))
     order = PromptOrder(
         len(train_rows), cfg.data.num_conversations_per_step, run.seed, option="data.num_conversations_per_step"
     )
@@ -119,9 +123,10 @@ def main(cfg: SFTConfig) -> None:
     progress = log.progress(num_steps, "step", done=done_steps)
     stop = StopRequest()
     for step in range(done_steps + 1, num_steps + 1):
-        timers, metrics = Timers(), Metrics()
+        timers = Timers()
+        metrics = Metrics()
 
-        # ---- every rank knows the whole batch, and takes its share of the tokens
+        # ---- every rank reads the global batch, and takes its share of the tokens
         rows = [train_rows[i] for i in order.indices(step - 1)]
         num_loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
         micros = share(rows, max_tokens, ranks)
@@ -130,9 +135,12 @@ def main(cfg: SFTConfig) -> None:
         with timers("update"):
             metrics.mean("optim/lr", set_learning_rate(optimizer, step - 1, num_steps, cfg.optim))
             with reported_if_not_finite(f"step {step}", micros, run.folder, ranks):
-                metrics.merge(update_policy(policy, optimizer, micros, num_loss_tokens, cfg.optim.max_grad_norm, ranks))
+                update = update_policy(
+                    policy, optimizer, micros, num_loss_tokens=num_loss_tokens, max_grad_norm=max_norm, ranks=ranks
+                )
+                metrics.merge(update)
 
-        # ---- validate, log, save; in this order, so that no checkpoint is ahead of the log
+        # ---- validate, log, save. In this order no checkpoint is ahead of the log.
         is_last = step == num_steps
         metrics.merge(memory_metrics(ranks.device))
         values = ranks.reduce_metrics(metrics).values()
@@ -155,26 +163,32 @@ def main(cfg: SFTConfig) -> None:
 
 
 def share(rows: list[Row], max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
-    """Return this rank's micro-batches of `rows`, or its part of those that it shares with its neighbours."""
-    option = "data.max_tokens_per_microbatch"
-    micros = microbatches(rows, ranks.data_rank, ranks.data_size, max_tokens, option=option)
-    return [micro.to(ranks.device) for micro in spread(micros, ranks.group)]
+    """Return this rank's micro-batches of `rows`; with context parallelism, its part of the group's micro-batches."""
+    micros = microbatches(
+        rows, ranks.data_rank, ranks.data_size, max_tokens=max_tokens, option="data.max_tokens_per_microbatch"
+    )
+    return [micro.to(ranks.device) for micro in local_shares(micros, ranks.group)]
 
 
 def update_policy(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     micros: list[MicroBatch],
+    *,
     num_loss_tokens: int,
     max_grad_norm: float,
     ranks: Ranks,
 ) -> Metrics:
-    """One optimizer step on the mean over the `num_loss_tokens` of all ranks, of which `micros` are this rank's."""
-    metrics, losses = Metrics(), []
+    """Take one optimizer step on the mean loss over the `num_loss_tokens` tokens of all ranks.
+
+    `micros` are this rank's micro-batches. Raises NonFinite, on all ranks alike.
+    """
+    metrics = Metrics()
+    losses = []
     for micro in accumulating(policy, micros):
         logprobs, entropies = policy(micro)  # (B, T), 0 where the loss mask is 0
         nll = -logprobs.sum()
-        # FSDP2 averages gradients over ranks; times world_size makes that the sum.
+        # FSDP2 averages gradients over ranks. Times world_size, the average becomes the sum.
         (nll * ranks.world_size / num_loss_tokens).backward()
         losses.append(nll.detach())
         metrics.sum("loss/nll", nll.detach().double() / num_loss_tokens)
@@ -190,11 +204,12 @@ def validation_nll(policy: Policy, rows: list[Row], max_tokens_per_microbatch: i
     for micro in share(rows, max_tokens_per_microbatch, ranks):
         logprobs, _ = policy(micro)
         total -= logprobs.sum().double()
-    return ranks.all_reduce_sum(float(total))[0] / sum(int(row.loss_mask.sum()) for row in rows)
+    [global_total] = ranks.all_reduce_sum(float(total))
+    return global_total / sum(int(row.loss_mask.sum()) for row in rows)
 
 
 def console_text(values: dict[str, float]) -> str:
-    """Return the console's line about a step."""
+    """Return the console line of a training step."""
     parts = [
         f"loss {values['loss/nll']:.4f}",
         *([f"valid {values['valid/nll']:.4f}"] if "valid/nll" in values else []),

@@ -133,7 +133,7 @@ class Context:
 class Trajectory:
     """One response of the policy to one prompt. A branch has its parent's tokens before `fork_at`.
 
-    After the ranks have exchanged trajectories (`Team.all_gather_groups`), the lists with a number per token are arrays.
+    After the ranks have exchanged trajectories (`Team.all_gather_groups`), lists with a number per token are arrays.
     """
 
     prompt_id: str

@@ -26,7 +26,7 @@ from arpo.losses import (
 )
 from arpo.metrics import Metrics
 from arpo.model import Policy
-from arpo.model.context_parallel import spread
+from arpo.model.context_parallel import local_shares
 from arpo.model.optim import clip_grad_norm
 from arpo.model.policy import accumulating
 from arpo.options import AdvantageConfig, LossConfig
@@ -63,7 +63,7 @@ def make_minibatches(
             continue
         rows = [row_of(chosen[index], t) for index, t in trajectories]
         micros = to_micros(rows, ranks.data_rank, ranks.data_size, cfg.max_tokens_per_microbatch)
-        micros = [micro.to(ranks.device) for micro in spread(micros, ranks.group)]
+        micros = [micro.to(ranks.device) for micro in local_shares(micros, ranks.group)]
         minibatches.append(Minibatch(chosen, trajectories, micros))
     return minibatches
 

@@ -207,7 +207,9 @@ def main() -> None:
     ranks = init_ranks()
     codec = TagsCodec(load_tokenizer(cfg.model.path), tools=cfg.tools.names)
     prompts = load_prompts(args.train)[:num_prompts]
-    prompts = tokenize_prompts(prompts, codec.render_prompt, cfg.data.max_prompt_tokens, "drop", args.train)
+    prompts = tokenize_prompts(
+        prompts, codec.render_prompt, max_prompt_tokens=cfg.data.max_prompt_tokens, overlong="drop", path=args.train
+    )
     engine = Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=0)
     rates, groups = tokens_per_second(cfg, engine, codec, prompts, repeats)
     engine.close()

@@ -58,7 +58,9 @@ def ask(cfg: AskConfig) -> None:
         asked = Prompt(f"question {number}", [{"role": "user", "content": question}], answers=[])
         asked = with_benchmark_prompt(asked, system_prompt, codec.format)
         try:
-            prompts = tokenize_prompts([asked], codec.render_prompt, longest, "error", "the question")
+            prompts = tokenize_prompts(
+                [asked], codec.render_prompt, max_prompt_tokens=longest, overlong="error", path="the question"
+            )
         except UserError as error:
             print(error)
             continue

@@ -20,7 +20,7 @@ from arpo.branching import Evidence, decide
 from arpo.config.named import find
 from arpo.config.returned import number, numbers, shown, whole_text
 from arpo.config.rewards import RewardConfig
-from arpo.data.order import heard, make_order, next_prompts
+from arpo.data.order import add_groups, make_order, next_prompts
 from arpo.errors import UserError
 from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig, is_retrospective
 from arpo.protocol import form_of
@@ -426,13 +426,13 @@ def test_an_order_must_draw_prompts_that_there_are(own, method, words):
     source += f"        super().__init__(len(p), n, s, option='n')\n\n    {method}"
     prompts = [Prompt(str(i), [], []) for i in range(4)]
     with pytest.raises(UserError) as caught:
-        heard(make_order(own(source), prompts, 2, 0), [])
+        add_groups(make_order(own(source), prompts, 2, 0), [])
     assert str(caught.value).startswith("data.order: f.") and words in str(caught.value)
 
 
 def test_ours_pass_the_same_doors(own):
     order = make_order("epochs", [Prompt(str(i), [], []) for i in range(4)], 2, 0)
-    assert next_prompts(order, 0, 2, 4) == order.queue(0, 2) and heard(order, []) == {}
+    assert next_prompts(order, 0, 2, 4) == order.queue(0, 2) and add_groups(order, []) == {}
     flags = ["--data.train", "x", "--branching.selector", own("def f(evidence, cfg): return 0.5")]
     cfg = load_config(RLConfig, [*flags, "--advantage.tree", own("from arpo.advantages import node as f")])
     try_functions(cfg.branching, cfg.advantage, cfg.loss)

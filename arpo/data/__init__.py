@@ -1,4 +1,4 @@
-"""Prompts of files, and an order over them that survives a restart."""
+"""Prompts read from files, and the order in which a run trains on them."""
 
 from arpo.data.order import ORDERS, PromptOrder
 from arpo.data.prompts import load_prompts, parse_prompt, tokenize_prompts

@@ -5,9 +5,9 @@
     local_file(name)    # the file, in the Hub's cache
     model_folder("Qwen/Qwen3-0.6B")    # .../models--Qwen--Qwen3-0.6B/snapshots/COMMIT, fetched
 
-A config is pinned before torch is imported, so that a mistake shows at once. A run's config.yaml has the commit: the
-run goes on with the rows that it was begun with, whatever happens to the data set. Cache (HF_HOME), mirror
-(HF_ENDPOINT), token (HF_TOKEN) and HF_HUB_OFFLINE=1 are huggingface_hub's.
+Names are pinned to a commit before torch is imported, so that a mistake shows at once. The commit is in the run's
+config.yaml, so a resumed run reads the same rows, even if the data set has changed. huggingface_hub's settings hold:
+cache (HF_HOME), mirror (HF_ENDPOINT), token (HF_TOKEN), and HF_HUB_OFFLINE=1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRAIN_FILES = {
     "dongguanting/ARPO-RL-Reasoning-10K": "train_10k.parquet",
     "dongguanting/ARPO-RL-DeepSearch-1K": "hard_search*.parquet",
 }
-"""The papers' data sets and Search-R1's: pattern of the file to train on, which may have others beside it."""
+"""The papers' data sets and Search-R1's: pattern of the file to train on, since these have several files."""
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[^:]+))?(?::(?P<file>.+))?")
 _REVISION = r"refs/(?:convert|pr)/[^/?]+|refs%2F(?:convert|pr)%2F[^/?]+|[^/?]+"
 _ADDRESS = re.compile(
@@ -43,16 +43,16 @@ _ADDRESS = re.compile(
 )
 """Addresses of a data set or its file, as the Hub's pages and its file system have them. Their parts are URL-quoted."""
 _SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
-"""The end of a model's folder in the Hub's cache."""
+"""The end of a model folder's path in the Hub's cache."""
 SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", "README.md")
-"""Ends of the names of a model's files, but for weights."""
+"""How the names of a model's small files end, those other than weights."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a data set on the Hub; parts that the name leaves open are empty."""
+    """A file of a data set on the Hub. Fields that the name does not give are empty."""
 
     repo: str
     revision: str = ""
@@ -67,7 +67,7 @@ class HubFile:
 
 
 def parse(name: str) -> HubFile | None:
-    """Return what a name or an address says of the Hub; None for a path: what exists, or OWNER/FILE.parquet."""
+    """Return the file that a name or an address means. None for a path: it exists, or is like OWNER/FILE.parquet."""
     if at := _ADDRESS.fullmatch(name):
         file = at["file"] or ""
         is_quoted = name.startswith("https:")  # hf:// quotes revisions alone
@@ -82,19 +82,21 @@ def parse(name: str) -> HubFile | None:
     return HubFile(match["repo"], match["revision"] or "", match["file"] or "")
 
 
-def pin(option: str, name: str, begun: str = "") -> str:
-    """Return the name with its commit and file; a path, and a name that has both already, stays what it is.
+def pin(option: str, name: str, previous: str = "") -> str:
+    """Return the name with commit and file. A path, and a name with both, is returned unchanged.
 
-    `begun` is the pinned name of the same run: it stays while `name` asks for no other revision or file. Raises
-    UserError, which begins with the option, where the data set cannot be had, or has several files.
+    `previous` is the pinned name of a resumed run. It is returned unless `name` asks for another revision or file.
+    Raises UserError, which begins with the option, if the data set cannot be fetched or has several files.
     """
-    wanted, before = parse(name), parse(begun)
+    wanted = parse(name)
+    pinned_before = parse(previous)
     if wanted is None or wanted.is_pinned:
         return str(wanted or name)
     if Path(wanted.repo.partition("/")[0]).is_dir() and not wanted.file:
         raise UserError(f"{option}={name}: no such file (a data set of the Hub in a folder's place: OWNER/NAME:FILE)")
-    if before and before.repo == wanted.repo and not wanted.revision and wanted.file in ("", before.file):
-        return begun
+    is_same_repo = pinned_before and pinned_before.repo == wanted.repo
+    if is_same_repo and not wanted.revision and wanted.file in ("", pinned_before.file):
+        return previous
     path, pinned = _fetch(f"{option}={name}", wanted)
     if os.environ.get("RANK", "0") == "0":
         print(f"{option}: {pinned} ({path.stat().st_size / 1e6:,.1f} MB, in {path.parent})", flush=True)
@@ -102,23 +104,26 @@ def pin(option: str, name: str, begun: str = "") -> str:
 
 
 def local_file(name: str) -> Path:
-    """Return the file of a pinned name, fetched unless it lies in the cache; of a path, that path. Raises UserError."""
+    """Return the local path of a name. It is fetched unless it is in the cache. Raises UserError."""
     wanted = parse(name)
-    return _fetch(name, wanted)[0] if wanted else Path(name)
+    if wanted is None:  # `name` is a path
+        return Path(name)
+    path, _ = _fetch(name, wanted)
+    return path
 
 
 def source_of(name: str) -> str:
-    """Return the data source of rows that name none: the data set's name on the Hub; "" for a path."""
+    """Return the data source for rows without one: the data set's name on the Hub; "" for a path."""
     wanted = parse(name)
     return wanted.repo.partition("/")[2] if wanted else ""
 
 
-def model_folder(name: str, *, option: str = "model.path", begun: str = "", weights: bool = True) -> Path:
-    """Return a model's folder: `name` itself, or of OWNER/NAME or OWNER/NAME@REVISION the folder in the Hub's cache,
-    with all that a run needs of it fetched. Later no question goes to the Hub.
+def model_folder(name: str, *, option: str = "model.path", previous: str = "", weights: bool = True) -> Path:
+    """Return a model's folder: `name` if it is a folder; for OWNER/NAME[@REVISION] the folder in the Hub's cache.
 
-    `begun` is the folder of the same run: its commit stays while `name` asks for no revision. Where the Hub does not
-    answer, the cache's commit is taken. Raises UserError.
+    All files that a run needs are fetched, so that it does not ask the Hub again later. `previous` is the folder of a
+    resumed run: its commit is kept unless `name` asks for a revision. If the Hub does not answer, the commit in the
+    cache is taken. Raises UserError.
     """
     from huggingface_hub import HfApi, errors, hf_hub_download, try_to_load_from_cache
 
@@ -126,9 +131,10 @@ def model_folder(name: str, *, option: str = "model.path", begun: str = "", weig
         return Path(name)
     _check_answers()
     repo, _, revision = name.partition("@")
-    if hub_name(begun).partition("@")[0] == repo and not revision:
-        revision = hub_name(begun).partition("@")[2]
-    with _said(f"{option}={name}", repo):
+    previous_repo, _, previous_revision = hub_name(previous).partition("@")
+    if previous_repo == repo and not revision:
+        revision = previous_revision
+    with _errors_of_hub(f"{option}={name}", repo):
         try:
             info = HfApi().model_info(repo, revision=revision or None, timeout=TIMEOUT_S)
         except (errors.OfflineModeIsEnabled, errors.HTTPError):
@@ -137,38 +143,43 @@ def model_folder(name: str, *, option: str = "model.path", begun: str = "", weig
                 raise
             return Path(cached).parent
         commit = revision if _COMMIT.fullmatch(revision) else info.sha
-        listed = [one.rfilename for one in info.siblings or () if one.rfilename]
-        fetched = {file: Path(hf_hub_download(repo, file, revision=commit)) for file in listed if _is_small(file)}
+        files = [sibling.rfilename for sibling in info.siblings or () if sibling.rfilename]
+        fetched = {file: Path(hf_hub_download(repo, file, revision=commit)) for file in files if _is_small(file)}
         if "config.json" not in fetched:
             raise UserError(f"{option}={name}: no config.json there; it must be a model in Hugging Face's format")
-        index = fetched.get("model.safetensors.index.json")
-        for file in _weights_of(index and json.loads(index.read_text()), listed) if weights else ():
-            hf_hub_download(repo, file, revision=commit)
+        if weights:
+            index = fetched.get("model.safetensors.index.json")
+            for file in _weights_of(index and json.loads(index.read_text()), files):
+                hf_hub_download(repo, file, revision=commit)
     return fetched["config.json"].parent
 
 
 def hub_name(path: str) -> str:
-    """Return OWNER/NAME@COMMIT for a model's folder in the Hub's cache; any other path is returned as it is."""
-    found = _SNAPSHOT.search(path)
-    return f"{found['owner']}/{found['name']}@{found['commit']}" if found else path
+    """Return OWNER/NAME@COMMIT for a model's folder in the Hub's cache; any other path is returned unchanged."""
+    match = _SNAPSHOT.search(path)
+    return f"{match['owner']}/{match['name']}@{match['commit']}" if match else path
 
 
 def _is_small(file: str) -> bool:
-    """Return whether a file of a model's repository is none of its weights, and may be needed."""
+    """Return True for a file of a model's repository that a run may need, apart from weights."""
     return file.endswith(SMALL) and ("/" not in file or file.startswith("additional_chat_templates/"))
 
 
-def _weights_of(index: dict[str, Any] | None, listed: list[str]) -> list[str]:
-    """Return the weights to fetch: a repository may have the same ones again in other files."""
+def _weights_of(index: dict[str, Any] | None, files: list[str]) -> list[str]:
+    """Return the weight files to fetch. A repository may have the same weights a second time in other files."""
     if index:
         return sorted(set(index.get("weight_map", {}).values()))
-    whole = "model.safetensors"
-    return [whole] if whole in listed else [f for f in listed if f.endswith(".safetensors") and "/" not in f]
+    if "model.safetensors" in files:
+        return ["model.safetensors"]
+    return [file for file in files if file.endswith(".safetensors") and "/" not in file]
 
 
 def _check_answers() -> None:
-    """Have every answer that huggingface_hub gets looked at, also those to questions of transformers: it names files of
-    its cache after the server's commit and checksum, and a mirror's could point out of the cache."""
+    """Check each answer that huggingface_hub gets, also for requests of transformers.
+
+    It names the files of its cache by the commit and checksum in the answer. Those of a hostile mirror could point out
+    of the cache.
+    """
     from huggingface_hub import get_session
 
     session = get_session()
@@ -178,49 +189,53 @@ def _check_answers() -> None:
 
 
 def _check_answer(response: Any) -> None:
-    """Raise ValueError for a commit or a checksum that is none."""
-    if (commit := response.headers.get("X-Repo-Commit")) is None:  # no file of a repository
+    """Raise ValueError if the commit or the checksum is not a hexadecimal digest."""
+    commit = response.headers.get("X-Repo-Commit")
+    if commit is None:  # not about a file of a repository
         return
     etag = response.headers.get("X-Linked-Etag") or response.headers.get("ETag") or "0" * 40
     if not _COMMIT.fullmatch(commit) or not _DIGEST.fullmatch(etag.removeprefix("W/").strip('"')):
         raise ValueError(f"not the Hub's answer: commit {commit}, checksum {etag}")
 
 
-def _fetch(what: str, wanted: HubFile) -> tuple[Path, HubFile]:
-    """Return the file in the cache, fetched unless it is there, and its pinned name."""
+def _fetch(subject: str, wanted: HubFile) -> tuple[Path, HubFile]:
+    """Fetch the file unless it is in the cache. Return its path and its pinned name. Errors begin with `subject`."""
     from huggingface_hub import hf_hub_download
 
     _check_answers()
-    with _said(what, f"datasets/{wanted.repo}"):
-        file = wanted.file or _only_file(what, wanted)
+    with _errors_of_hub(subject, f"datasets/{wanted.repo}"):
+        file = wanted.file or _only_file(subject, wanted)
         path = Path(hf_hub_download(wanted.repo, file, repo_type="dataset", revision=wanted.revision or None))
     commit = path.parents[file.count("/")].name  # .../snapshots/COMMIT/FILE
     return path, HubFile(wanted.repo, commit, file)
 
 
-def _only_file(what: str, wanted: HubFile) -> str:
-    """Return the file to train on; with HF_HUB_OFFLINE=1, of those in the cache. Raises UserError for several."""
+def _only_file(subject: str, wanted: HubFile) -> str:
+    """Return the data set's file to train on; with HF_HUB_OFFLINE=1, among those in the cache.
+
+    Raises UserError if several files fit.
+    """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     revision = wanted.revision or None
     try:
         info = HfApi().dataset_info(wanted.repo, revision=revision, timeout=TIMEOUT_S)
-        files = [one.rfilename for one in info.siblings or ()]
+        files = [sibling.rfilename for sibling in info.siblings or ()]
     except OfflineModeIsEnabled:
         folder = Path(snapshot_download(wanted.repo, repo_type="dataset", revision=revision))
         files = [str(path.relative_to(folder)) for path in folder.rglob("*")]
-    data = [file for file in files if file.endswith(SUFFIXES)]
-    found = [file for file in data if fnmatch(file, TRAIN_FILES.get(wanted.repo, "*"))]
-    if len(found) == 1:
-        return found[0]
-    listed = ", ".join((found or data)[:8]) or "no parquet, jsonl or json file"
-    raise UserError(f"{what}: {len(found)} files fit; choose one: {wanted.repo}:FILE; the data set has {listed}")
+    data_files = [file for file in files if file.endswith(SUFFIXES)]
+    fitting = [file for file in data_files if fnmatch(file, TRAIN_FILES.get(wanted.repo, "*"))]
+    if len(fitting) == 1:
+        return fitting[0]
+    listed = ", ".join((fitting or data_files)[:8]) or "no parquet, jsonl or json file"
+    raise UserError(f"{subject}: {len(fitting)} files fit; choose one: {wanted.repo}:FILE; the data set has {listed}")
 
 
 @contextmanager
-def _said(what: str, page: str) -> Iterator[None]:
-    """Turn the Hub's errors into a UserError that begins with `what`, and says what to do."""
+def _errors_of_hub(subject: str, page: str) -> Iterator[None]:
+    """Turn the Hub's errors into a UserError with the way out. It begins with `subject`."""
     from huggingface_hub import errors
 
     page = f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/{page}"
@@ -242,8 +257,9 @@ def _said(what: str, page: str) -> Iterator[None]:
             reason = "not here, and it is not in the Hub's cache, and HF_HUB_OFFLINE is set"
     except (OSError, ValueError) as error:  # a full disk, a name that cannot be
         reason = f"{_short(error)}; check the name, HF_ENDPOINT and the disk's space, and run the same command again"
-    raise UserError(f"{what}: {reason}")
+    raise UserError(f"{subject}: {reason}")
 
 
 def _short(error: Exception) -> str:
+    """Return the error's cause in one line of at most 160 characters."""
     return " ".join(str(error.__cause__ or error).split())[:160] or type(error).__name__

@@ -1,4 +1,4 @@
-"""The order in which a run draws its prompts."""
+"""The order in which a run trains on its prompts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from arpo.trajectory import Group, Prompt
 
 
 class PromptOrder:
-    """The prompts of each step, as a pure function of the step, so that a resumed run needs no saved cursor.
+    """The prompts of each step, as a pure function of the step. So a resumed run needs no saved position.
 
-    Every epoch has its own permutation (from seed and epoch); prompts at its end that do not fill a step are left out.
+    Every epoch has another permutation, from seed and epoch. Its last prompts are left out if they do not fill a step.
 
     >>> order = PromptOrder(num_prompts=5, num_per_step=2, seed=0, option="data.num_prompts_per_step")
     >>> order.steps_per_epoch, order.indices(0), order.indices(1), order.indices(2)
@@ -23,7 +23,7 @@ class PromptOrder:
     """
 
     def __init__(self, num_prompts: int, num_per_step: int, seed: int, *, option: str):
-        """`option` names the setting that `num_per_step` comes from. Raises UserError where no step can be filled."""
+        """`option` is the name of `num_per_step` in errors. Raises UserError if one step needs more prompts."""
         if num_prompts < num_per_step:
             raise UserError(f"{num_prompts} usable rows of data.train are fewer than {option}={num_per_step}; lower it")
         self.num_prompts = num_prompts
@@ -35,42 +35,45 @@ class PromptOrder:
         return self.num_prompts // self.num_per_step
 
     state: object = None
-    """What `add` has learnt, as JSON can hold it. A run that goes on sets it."""
+    """State of a custom order, as JSON values. `add` updates it; checkpoints store it, and a resumed run sets it."""
 
     def add(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Hear of the groups of a step, once they have rewards: the same on all ranks. Return metrics."""
+        """Called with a step's groups, once they have rewards; the same groups on all ranks. Return metrics."""
         return {}
 
     def indices(self, step: int) -> list[int]:
         """Return the prompt indices of a step (from 0), the same on every rank; rank r of w takes `[r::w]`."""
-        return self.draw(step * self.num_per_step, self.num_per_step)[0]
+        indices, _ = self.draw(step * self.num_per_step, self.num_per_step)
+        return indices
 
     def draw(self, num_drawn: int, count: int) -> tuple[list[int], int]:
         """Return the next `count` <= num_per_step prompt indices after `num_drawn`, and num_drawn for the next draw.
 
-        For steps that draw more than once. All are of one epoch, so that none comes twice: where the rest of an epoch
-        is too short, it is skipped.
+        For steps that draw more than once. All indices are of one epoch, so that none comes twice. If the rest of an
+        epoch is too short, it is skipped.
         """
-        import numpy as np  # here, because a command's --help and a jail import this folder too
+        import numpy as np  # here, because --help and the jail import this module too, and should start fast
 
         per_epoch = self.steps_per_epoch * self.num_per_step
         epoch, start = divmod(num_drawn, per_epoch)
         if start + count > per_epoch:
-            epoch, start = epoch + 1, 0
+            epoch += 1
+            start = 0
         permutation = np.random.default_rng([self.seed, epoch]).permutation(self.num_prompts)
         return permutation[start : start + count].tolist(), epoch * per_epoch + start + count
 
     def queue(self, num_drawn: int, count: int) -> list[tuple[int, int]]:
-        """Return (prompt index, num_drawn behind it) of the next `count` prompts: one `draw`, and what follows it.
+        """Return (prompt index, num_drawn after it) for the next `count` prompts.
 
-        Those beyond num_per_step may be of the next epoch; none comes twice, so there may be fewer than `count`.
+        Prompts after the first num_per_step may be of the next epoch. None comes twice, so there may be fewer than
+        `count`.
         """
         indices, end = self.draw(num_drawn, min(count, self.num_per_step))
-        found = {index: end - len(indices) + number for number, index in enumerate(indices, start=1)}
-        for _ in range(count - len(found)):
+        num_drawn_after = {index: end - len(indices) + i for i, index in enumerate(indices, start=1)}
+        for _ in range(count - len(indices)):
             [index], end = self.draw(end, 1)
-            found.setdefault(index, end)
-        return list(found.items())
+            num_drawn_after.setdefault(index, end)
+        return list(num_drawn_after.items())
 
 
 def _epochs(prompts: Sequence[Prompt], num_per_step: int, seed: int) -> PromptOrder:
@@ -78,36 +81,42 @@ def _epochs(prompts: Sequence[Prompt], num_per_step: int, seed: int) -> PromptOr
 
 
 ORDERS: dict[str, Callable[[Sequence[Prompt], int, int], PromptOrder]] = {"epochs": _epochs}
-"""data.order -> what makes an order of prompts, data.num_prompts_per_step and run.seed."""
+"""data.order -> function of (prompts, data.num_prompts_per_step, run.seed) that returns the order."""
 
 
 def make_order(name: str, prompts: Sequence[Prompt], num_per_step: int, seed: int) -> PromptOrder:
-    """Return the order that data.order names. Raises UserError where one of the user's is none, or draws wrongly."""
-    order = instance(ask("data.order", name, ORDERS, prompts, num_per_step, seed), f"data.order={name}", PromptOrder)
+    """Return the order `name` of data.order. Raises UserError if a custom order has another type, or draws wrongly."""
+    order = ask("data.order", name, ORDERS, prompts, num_per_step, seed)
+    instance(order, f"data.order={name}", PromptOrder)
     next_prompts(order, 0, num_per_step, len(prompts))
     return order
 
 
 def next_prompts(order: PromptOrder, num_drawn: int, count: int, num_prompts: int) -> list[tuple[int, int]]:
-    """Return what `queue` says. Raises UserError where a user's order returns something else than that."""
-    what = f"data.order: {type(order).__name__}.queue"
+    """Return `order.queue(num_drawn, count)`. Raises UserError if a custom order returns another type, or repeats."""
+    method = f"data.order: {type(order).__name__}.queue"
+    returned = call(method, order.queue, num_drawn, count)
+    instance(returned, f"{method}: the returned value", list)
     drawn = []
-    for entry in instance(call(what, order.queue, num_drawn, count), f"{what}: the returned value", list):
-        index, behind = instance(entry, f"{what}: an entry", tuple, length=2)
-        index = integer(index, f"{what}: the index of a prompt", 0, num_prompts - 1)
-        drawn.append((index, integer(behind, f"{what}: num_drawn behind prompt {index}", num_drawn + 1, sys.maxsize)))
-    if len({index for index, _ in drawn}) < len(drawn) or not min(count, 1) <= len(drawn) <= count:
-        raise UserError(f"{what} returned {len(drawn)} prompts; it must return {count} different ones, or fewer")
+    for pair in returned:
+        index, after = instance(pair, f"{method}: an entry", tuple, length=2)
+        index = integer(index, f"{method}: the index of a prompt", low=0, high=num_prompts - 1)
+        after = integer(after, f"{method}: num_drawn behind prompt {index}", low=num_drawn + 1, high=sys.maxsize)
+        drawn.append((index, after))
+    has_repeats = len({index for index, _ in drawn}) < len(drawn)
+    if has_repeats or not min(count, 1) <= len(drawn) <= count:
+        raise UserError(f"{method} returned {len(drawn)} prompts; it must return {count} different ones, or fewer")
     return drawn
 
 
-def heard(order: PromptOrder, groups: Sequence[Group]) -> dict[str, float]:
-    """Tell the order of a step's groups, and return its metrics. Raises UserError where a user's returns others."""
-    what = f"data.order: {type(order).__name__}.add"
-    found = instance(call(what, order.add, groups), f"{what}: the returned value", dict)
-    values = {str(name): number(value, f"{what}: the metric {name!r}") for name, value in found.items()}
+def add_groups(order: PromptOrder, groups: Sequence[Group]) -> dict[str, float]:
+    """Return the metrics of `order.add(groups)`. Raises UserError if a custom order returns another type."""
+    method = f"data.order: {type(order).__name__}.add"
+    returned = call(method, order.add, groups)
+    instance(returned, f"{method}: the returned value", dict)
+    values = {str(name): number(value, f"{method}: the metric {name!r}") for name, value in returned.items()}
     try:
         json.dumps(order.state, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{what}: `state` is no JSON ({brief(error)}), which checkpoints hold") from None
+        raise UserError(f"{method}: `state` is no JSON ({brief(error)}), which checkpoints hold") from None
     return values

@@ -1,8 +1,8 @@
-"""Prompts made of the rows of a file.
+"""Reads the rows of a file as prompts.
 
-Knows every schema that is around: the published RL files, the simple schema `prompt, answer, data_source, tools`, and
-the evaluation files, whose field names differ. Bad input is a UserError that names file, row and field; a few bad rows
-are skipped with a warning, many stop the run.
+It reads all common schemas: the published RL files, the evaluation files with their various field names, and the simple
+schema `prompt, answer, data_source, tools`. A few bad rows are skipped with a warning. Many bad rows are a UserError
+with file, row and field.
 """
 
 from __future__ import annotations
@@ -26,23 +26,26 @@ logger = logging.getLogger(__name__)
 QUESTION_FIELDS = ("prompt", "question", "Question", "problem", "query")
 ANSWER_FIELDS = ("answer", "answers", "golden_answers", "ground_truth", "Final answer", "final_answer")
 LABEL_FIELD = "label"
-"""slime's answer, where it is text. KTO's label is true or false, and a class's is a number: neither is an answer."""
-MAX_BAD_ROWS, MAX_BAD_SHARE = 3, 0.01
+"""slime's answer, if it is text. KTO's label is true or false, and a class label is a number: these are no answers."""
+MAX_BAD_ROWS = 3
+MAX_BAD_SHARE = 0.01
+"""A file is refused if more of its rows are bad than both limits allow."""
 
 
 def load_prompts(path: str | Path, *, source: str = "") -> list[Prompt]:
     r"""Read all usable rows of a question file, in file order; `prompt_id` is file stem and row number.
 
-    `source` is the data source of rows that name none; "" = the name of the file, or of the folder of a test.jsonl.
-    The backspace defect of the published files (0x08 + "oxed") is repaired to "\boxed", counted and logged once.
-    Raises UserError for unreadable files, and where more than 1 % of the rows (and more than 3) are bad.
+    `source` is the data source of rows without one; "" = the name of the file, or of the folder of a test.jsonl.
+    The published files have a backspace defect (0x08 + "oxed"); it is repaired to "\boxed", counted, and logged once.
+    Raises UserError for unreadable files, and if more than 1 % of the rows (and more than 3) are bad.
 
     >>> load_prompts("questions.jsonl")[0]                       # {"question": "1 + 1?", "answer": 2}
     Prompt(prompt_id='questions-000000', messages=[{'role': 'user', 'content': '1 + 1?'}], answers=['2'], ...)
     """
     path = Path(path)
-    is_generic = path.name.partition(".")[0] in ("test", "train", "valid", "dev")  # gsm8k/test.jsonl: gsm8k
-    source = source or (path.absolute().parent.name if is_generic else path.stem)
+    if not source:
+        is_generic = path.name.partition(".")[0] in ("test", "train", "valid", "dev")  # gsm8k/test.jsonl: gsm8k
+        source = path.absolute().parent.name if is_generic else path.stem
     prompts: list[Prompt] = []
     bad: list[str] = []
     num_repaired = 0
@@ -67,7 +70,7 @@ def load_prompts(path: str | Path, *, source: str = "") -> list[Prompt]:
 
 
 def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Prompt, bool]:
-    """Return the prompt of a row of any schema, and whether it was repaired. Raises BadRow."""
+    """Return (prompt, True if its text was repaired) for a row of any schema. Raises BadRow."""
     rest = _bare_question(dict(row))
     messages = _messages(_take(rest, QUESTION_FIELDS, "question"))
     reward_model = rest.pop("reward_model", None)
@@ -83,12 +86,18 @@ def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Pro
         tools = [name.strip() for name in tools.split(",") if name.strip()]
     if tools is not None and not (isinstance(tools, list) and all(isinstance(name, str) for name in tools)):
         raise BadRow(f"tools must be a list of tool names, not {tools!r}")
-    repaired = any(DAMAGED_BOX in m["content"] for m in messages)
-    if repaired:
-        messages = [{**m, "content": m["content"].replace(DAMAGED_BOX, BOX)} for m in messages]
-    meta = {name: _plain(value) for name, value in rest.items() if value is not None}
-    prompt = Prompt(prompt_id, messages, answers, data_source=str(data_source), meta=meta)
-    return (prompt if tools is None else replace(prompt, tools=tuple(tools))), repaired
+    is_damaged = any(DAMAGED_BOX in message["content"] for message in messages)
+    if is_damaged:
+        messages = [message | {"content": message["content"].replace(DAMAGED_BOX, BOX)} for message in messages]
+    prompt = Prompt(
+        prompt_id=prompt_id,
+        messages=messages,
+        answers=answers,
+        data_source=str(data_source),
+        tools=None if tools is None else tuple(tools),
+        meta={name: _plain(value) for name, value in rest.items() if value is not None},
+    )
+    return prompt, is_damaged
 
 
 def _ground_truth(reward_model: object) -> object:
@@ -96,13 +105,16 @@ def _ground_truth(reward_model: object) -> object:
 
 
 def _bare_question(row: dict) -> dict:
-    """Return a row of Search-R1's, or of verl's copy of it, with its bare question. Its prompt asks for other tags than
-    ours, and its metadata has pages."""
+    """Return a row of Search-R1, or of verl's copy of it, with the bare question; any other row unchanged.
+
+    Its prompt asks for other tags than this package's, and its metadata contains entire pages.
+    """
     left_out = ("prompt", "metadata")
     if {"question", "golden_answers"} <= row.keys():
         left_out = ("prompt", "metadata", "reward_model")
     else:
-        truth, extra = _ground_truth(row.get("reward_model")), row.get("extra_info")
+        truth = _ground_truth(row.get("reward_model"))
+        extra = row.get("extra_info")
         if not (isinstance(truth, dict) and isinstance(extra, dict) and isinstance(extra.get("question"), str)):
             return row
         kept = {name: value for name, value in extra.items() if name not in ("question", "tools_kwargs")}
@@ -111,7 +123,7 @@ def _bare_question(row: dict) -> dict:
 
 
 def _take(row: dict, names: tuple[str, ...], meaning: str) -> object:
-    """Remove and return the first of `names` that the row has; aliases of it stay in the row."""
+    """Remove and return the first field of `names` in the row. Other fields of `names` stay in the row."""
     for name in names:
         if name in row:
             return row.pop(name)
@@ -119,6 +131,7 @@ def _take(row: dict, names: tuple[str, ...], meaning: str) -> object:
 
 
 def _messages(value: object) -> list[dict[str, str]]:
+    """Return the question as messages: text, or a list of messages. Raises BadRow."""
     value = as_list(value)
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
@@ -133,29 +146,31 @@ def _messages(value: object) -> list[dict[str, str]]:
 
 
 def _answers(value: object, field: str) -> list[str]:
-    """Return the accepted answers. A worked solution in GSM8K's style stands for the number after its last "####".
+    """Return the accepted answers. Of a worked solution in GSM8K's style, the answer is the text after the last "####".
 
     >>> _answers(["NYC", "New York"], "answer"), _answers(70, "answer"), _answers("so 2+2=4\\n#### 4", "answer")
     (['NYC', 'New York'], ['70'], ['4'])
     """
     answers = []
-    for v in _accepted(value):
-        if isinstance(v, float) and not math.isfinite(v):
-            v = None
-        if isinstance(v, float) and v.is_integer():
-            v = int(v)  # an integer column with gaps comes out of pandas as floats
-        if not isinstance(v, str | int | float):
-            raise BadRow(f"{field} must be text, a number or a list of them, not {type(v).__name__}")
-        answers.append(str(v).rpartition("\n####")[2].strip())
-    if not answers or any(not a for a in answers):
+    for answer in _accepted(value):
+        if isinstance(answer, float) and not math.isfinite(answer):
+            answer = None
+        if isinstance(answer, float) and answer.is_integer():
+            answer = int(answer)  # pandas writes an integer column with gaps as floats
+        if not isinstance(answer, str | int | float):
+            raise BadRow(f"{field} must be text, a number or a list of them, not {type(answer).__name__}")
+        answers.append(str(answer).rpartition("\n####")[2].strip())
+    if not answers or not all(answers):
         raise BadRow(f"{field} is blank")
     return answers
 
 
 def _accepted(value: object) -> list:
-    """Return the accepted answers of a field: Search-R1's object with a target, SQuAD's with a text, TriviaQA's with
-    aliases, a list, which may be a JSON text where all of it are texts (Skywork-OR1), or one answer. Raises BadRow for
-    a list as Python prints it, which would be taken for one answer.
+    """Return the accepted answers of a field as a list.
+
+    The field may be one answer, a list, a list of texts as JSON (Skywork-OR1), or an object: with `target` (Search-R1),
+    with `text` (SQuAD), or with `value` and `aliases` (TriviaQA). Raises BadRow for a list as Python prints it, since
+    it would count as one answer.
 
     >>> _accepted('["34", "35"]'), _accepted("[34, 35]"), _accepted({"value": "NYC", "aliases": ["New York"]})
     (['34', '35'], ['[34, 35]'], ['NYC', 'New York'])
@@ -172,7 +187,7 @@ def _accepted(value: object) -> list:
             listed = json.loads(value)
         except ValueError:
             listed = None
-        if isinstance(listed, list) and listed and all(isinstance(one, str) for one in listed):
+        if isinstance(listed, list) and listed and all(isinstance(answer, str) for answer in listed):
             return listed
     return list(value) if isinstance(value, list | tuple) else [value]
 
@@ -180,45 +195,47 @@ def _accepted(value: object) -> list:
 def _plain(value: object) -> object:
     """Return the value in JSON types only, for dumps and for messages between ranks."""
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items() if v is not None}
+        return {str(key): _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [_plain(item) for item in value]
     return value if isinstance(value, str | bool | int | float | None) else str(value)
 
 
 def tokenize_prompts(
     prompts: list[Prompt],
     render: Callable[..., list[int]],
+    *,
     max_prompt_tokens: int,
     overlong: Literal["drop", "error"],
     path: str | Path,
 ) -> list[Prompt]:
-    """Fill `token_ids`; prompts over `max_prompt_tokens` are dropped with their number logged.
+    """Return the prompts with `token_ids`. Prompts over `max_prompt_tokens` are left out, and their number is logged.
 
-    `render` gets the messages, and the tools of a prompt that names some.
-    Raises UserError where `overlong` is "error" and one is too long, and where nothing remains.
+    `render` gets a prompt's messages, and its tools if it names any. `path` begins the messages about these prompts.
+    Raises UserError if `overlong` is "error" and a prompt is too long, and if no prompt remains.
     """
 
-    def rendered(prompt: Prompt) -> Prompt:
+    def with_tokens(prompt: Prompt) -> Prompt:
+        tools = () if prompt.tools is None else (prompt.tools,)
         try:
-            offered = () if prompt.tools is None else (prompt.tools,)
-            return replace(prompt, token_ids=tuple(render(prompt.messages, *offered)))
+            return replace(prompt, token_ids=tuple(render(prompt.messages, *tools)))
         except UserError as error:
             raise UserError(f"{path}: {prompt.prompt_id}: {error}") from None
 
-    prompts = list(map(rendered, prompts))
+    prompts = [with_tokens(prompt) for prompt in prompts]
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
     num_dropped = len(prompts) - len(kept)
     if not num_dropped:
         return kept
     by_length = sorted(prompts, key=lambda prompt: len(prompt.token_ids))
-    longest, median = by_length[-1], len(by_length[len(prompts) // 2].token_ids)
-    what = (
+    longest = by_length[-1]
+    median = len(by_length[len(prompts) // 2].token_ids)
+    problem = (
         f"{path}: {num_dropped} of {len(prompts)} prompts exceed max_prompt_tokens={max_prompt_tokens} "
         f"({longest.prompt_id} has {len(longest.token_ids)}, half of all at least {median})"
     )
     if overlong == "error" or not kept:
         fix = "raise it, or shorten the prompts: data.system_prompt may be what is long"
-        raise UserError(f"{what}; {fix}")
-    logger.warning("%s; they are left out", what)
+        raise UserError(f"{problem}; {fix}")
+    logger.warning("%s; they are left out", problem)
     return kept

@@ -1,4 +1,4 @@
-"""Rows of parquet, jsonl, json-array and csv files. Bad files are a UserError that names file and row."""
+"""Reads rows of parquet, jsonl, json-array and csv files. A bad file is a UserError with file and row."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from arpo.errors import UserError
 
 KINDS = (".parquet", ".jsonl", ".json", ".csv")
 BOM = b"\xef\xbb\xbf"
-"""What Excel and Windows put at the start of a UTF-8 file."""
+"""Byte order mark: Excel and Windows write it at the start of a UTF-8 file."""
 
 
 def read_rows(path: str | Path, *, part: int = 0, num_parts: int = 1) -> Iterator[tuple[str, dict]]:
-    """Yield the rows of a parquet, jsonl, json-array or csv file as (place, row); the place is "file:line" or "file:
-    row 3". All but parquet may be packed by gzip (.jsonl.gz).
+    """Yield the rows of a parquet, jsonl, json-array or csv file as (place, row).
 
-    Only a json array is read as a whole. `part` (from 0) of `num_parts` about equal, consecutive parts is read, so that
-    ranks can share a file. Raises UserError for a file that is missing, empty, corrupt or of an unknown kind.
+    The place is "file:line" or "file: row 3", for error messages. All kinds but parquet may be compressed by gzip
+    (.jsonl.gz). Only a json array is read into memory at once. Ranks can share a file: it is divided into `num_parts`
+    consecutive parts of about equal size, and only `part` (from 0) is read.
+    Raises UserError for a file that is missing, empty, corrupt or of an unknown kind.
     """
     path = Path(path)
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
@@ -38,8 +39,9 @@ def read_rows(path: str | Path, *, part: int = 0, num_parts: int = 1) -> Iterato
         if kind == ".parquet":
             yield from _parquet_rows(path, part, num_parts)
             return
+        rows_of = _csv_rows if kind == ".csv" else _json_rows
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield from (_csv_rows if kind == ".csv" else _json_rows)(path, file, part, num_parts)
+            yield from rows_of(path, file, part, num_parts)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path}: not a whole gzip file ({error}); download or export it again") from None
     except OSError as error:
@@ -56,7 +58,8 @@ def _parquet_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, 
         file = pq.ParquetFile(path, arrow_extensions_enabled=True)
         kinds = {field.name: field.type for field in file.schema_arrow}
         rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=256))
-        for i, row in islice(enumerate(rows), *_bounds(file.metadata.num_rows, part, num_parts)):
+        begin, end = _bounds(file.metadata.num_rows, part, num_parts)
+        for i, row in islice(enumerate(rows), begin, end):
             place = f"{path}: row {i}"
             try:
                 yield place, {name: _as_written(value, kinds[name]) for name, value in row.items()}
@@ -70,37 +73,45 @@ def _parquet_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, 
 
 
 def _as_written(value: Any, kind: Any) -> Any:
-    """Return a value as it was before it became parquet, which keeps what differs between rows as a text of JSON
-    (`datasets` and its Json type), and gives every object the keys of all objects, with null for those of others."""
+    """Return a value as it was before it was written to parquet.
+
+    `datasets` writes values whose type differs between rows as JSON text (its Json type). Parquet gives every object
+    the keys of all objects, with null for the keys that an object did not have.
+    """
     if isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json":
         tree = parse_json(value)
         check_plain(tree)
         return tree
     if isinstance(value, dict):
         kinds = {field.name: field.type for field in kind}
-        return {name: _as_written(one, kinds[name]) for name, one in value.items() if one is not None}
-    return [_as_written(one, kind.value_type) for one in value] if _has_items(value, kind) else value
+        return {name: _as_written(field, kinds[name]) for name, field in value.items() if field is not None}
+    if _has_items(value, kind):
+        return [_as_written(item, kind.value_type) for item in value]
+    return value
 
 
 def _has_items(value: Any, kind: Any) -> bool:
+    """Return True for a list. A parquet map is also a Python list, but of (key, value) pairs."""
     import pyarrow as pa
 
     return isinstance(value, list) and not pa.types.is_map(kind)
 
 
 def _csv_rows(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, dict]]:
-    """Yield rows of text. An empty cell is a field that the row has not: csv cannot tell the two apart."""
+    """Yield rows of text. An empty cell is left out: csv has no difference between an empty and a missing field."""
     csv.field_size_limit(sys.maxsize)
     with TextIOWrapper(file, "utf-8-sig", newline="") as text:
-        begin, end = 0, None
+        begin = 0
+        end = None
         if num_parts > 1:
-            begin, end = _bounds(max(sum(1 for _ in csv.reader(text)) - 1, 0), part, num_parts)
+            num_rows = max(sum(1 for _ in csv.reader(text)) - 1, 0)  # without the header
+            begin, end = _bounds(num_rows, part, num_parts)
             text.seek(0)
         rows = csv.DictReader(text, strict=True)
         try:
             for row in islice(rows, begin, end):
                 place = f"{path}:{rows.line_num}"
-                if None in row or None in row.values():
+                if None in row or None in row.values():  # more cells than columns, or fewer
                     raise UserError(f"{place}: has not the {len(rows.fieldnames)} columns of the first line; repair it")
                 yield place, {name: cell for name, cell in row.items() if cell}
         except csv.Error as error:
@@ -110,7 +121,8 @@ def _csv_rows(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator
 def _json_rows(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, dict]]:
     is_array = ".json" in path.suffixes[-2:] and file.read(4).removeprefix(BOM)[:1] == b"["
     file.seek(0)
-    for place, row in (_array_items if is_array else _lines)(path, file, part, num_parts):
+    values_of = _array_items if is_array else _lines
+    for place, row in values_of(path, file, part, num_parts):
         if not isinstance(row, dict):
             raise UserError(f"{place}: must be a JSON object, not {type(row).__name__}")
         try:
@@ -127,25 +139,29 @@ def _array_items(path: Path, file: BinaryIO, part: int, num_parts: int) -> Itera
 
 
 def _lines(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, object]]:
-    begin, end = 0, None
+    begin = 0
+    end = None
     if num_parts > 1:
         begin, end = _bounds(sum(1 for _ in file), part, num_parts)
         file.seek(0)
-    for number, line in enumerate(islice(file, begin, end), start=begin + 1):
+    for line_number, line in enumerate(islice(file, begin, end), start=begin + 1):
         if line.strip():
-            yield f"{path}:{number}", _parsed(path, line, number)
+            yield f"{path}:{line_number}", _parsed(path, line, line_number)
 
 
 def _parsed(path: Path, data: bytes, first_line: int = 1) -> object:
+    """Return the JSON value of `data`, which begins at line `first_line` of the file."""
     text = data.removeprefix(BOM).decode().rstrip()
     try:
         return parse_json(text)
     except json.JSONDecodeError as error:
-        place, what = f"{path}:{first_line + error.lineno - 1}", f"{error.msg} at column {error.colno}"
-        raise UserError(f"{place}: not valid JSON ({what}); is the file truncated?") from None
+        place = f"{path}:{first_line + error.lineno - 1}"
+        reason = f"{error.msg} at column {error.colno}"
+        raise UserError(f"{place}: not valid JSON ({reason}); is the file truncated?") from None
     except ValueError as error:
         raise UserError(f"{path}:{first_line}: not valid JSON ({error})") from None
 
 
-def _bounds(num: int, part: int, num_parts: int) -> tuple[int, int]:
-    return num * part // num_parts, num * (part + 1) // num_parts
+def _bounds(num_rows: int, part: int, num_parts: int) -> tuple[int, int]:
+    """Return the first row of a part, and the first row after it. Seven rows, part 1 of 2: (3, 7)."""
+    return num_rows * part // num_parts, num_rows * (part + 1) // num_parts

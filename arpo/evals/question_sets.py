@@ -58,7 +58,9 @@ def load_sets(cfg: EvalSection, codec: Codec, schemas: Mapping[str, ToolSchema])
     sets = []
     for name, prompts in prompts_by_set.items():
         asked = [with_benchmark_prompt(prompt, system_prompt, codec.format) for prompt in prompts]
-        fitting = tokenize_prompts(asked, codec.render_prompt, cfg.max_prompt_tokens, cfg.overlong, name)
+        fitting = tokenize_prompts(
+            asked, codec.render_prompt, max_prompt_tokens=cfg.max_prompt_tokens, overlong=cfg.overlong, path=name
+        )
         metric = chosen[name].grader if name in chosen else "reward"
         sets.append(QuestionSet(name, fitting, metric, num_overlong=len(prompts) - len(fitting)))
     if cfg.num_muted:

@@ -1,4 +1,4 @@
-"""The policy: head, attention, loading, adapters, critic, optimizer."""
+"""The policy's model: loading, attention, head, adapters, and optimizer; and the critic."""
 
 from arpo.model.policy import Policy, load_policy, load_tokenizer
 

@@ -1,16 +1,16 @@
-"""Attention in micro-batches, row by row, so that no mask over all tokens exists, and no work is done for nothing.
+"""Attention in micro-batches, row by row. So there is no mask over all tokens, and no work on masked pairs.
 
-The queries of a row are the tokens that it has for itself; its keys are its whole path, from the prompt's first token
-to its own last. In flat packing both are the row. In a tree (tree.py) a row begins with tokens of an earlier one, which
-are its keys, but are computed once. Two rows a b c d e and a b c x, as a tree of the tokens a b c d e x:
+The queries of a row are the tokens that it computes itself. Its keys are its full path, from the prompt's first token
+to the row's last. In flat packing both are the entire row. In a tree (tree.py) a row may begin with tokens of an
+earlier row: they are among its keys, but are computed once. Two rows a b c d e and a b c x, as the tree a b c d e x:
 
     queries   0 1 2 3 4 | 5             consecutive, row after row
-    keys      0 1 2 3 4 | 0 1 2 5       gathered where rows share tokens
-    causal    the last query of a row sees all its keys, the one before all but the last, ...
+    keys      0 1 2 3 4 | 0 1 2 5       gathered if rows share tokens
+    causal    a row's last query sees all its keys, the query before it all but the last key, ...
 
-The kernel is SDPA once for each row, or one for rows of many lengths, once for all: torch's own (varlen_attn) or that
-of the flash-attn package. Both are FlashAttention 2, whose causal mask ends at the last query and the last key, as ours
-does (torch: aten/src/ATen/native/transformers/cuda/flash_attn/mask.h).
+The kernel is SDPA, called once per row, or a kernel for rows of many lengths, called once for all rows: torch's
+varlen_attn, or that of the flash-attn package. Both are FlashAttention 2. Its causal mask aligns the last query with
+the last key, as needed here (torch: aten/src/ATen/native/transformers/cuda/flash_attn/mask.h).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from arpo.config.sections import ModelConfig, UpdateConfig
 from arpo.errors import UserError
 
 BY_ROW = {"sdpa": "rows_by_sdpa", "varlen": "rows_by_varlen", "flash_attention_2": "rows_by_fa2"}
-"""model.attention -> our name for it in transformers (which would treat a name with "flash" in it on its own)."""
+"""model.attention -> its name in transformers. The names avoid "flash", which transformers treats specially."""
 
 
 def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
-    """Return model.attention with "auto" decided. Raises UserError for one that cannot work here."""
+    """Return model.attention, with "auto" resolved. Raises UserError if it cannot work on this device."""
     from transformers.utils import is_flash_attn_2_available
 
     attention = cfg.attention
@@ -56,37 +56,40 @@ def attention_backend(cfg: ModelConfig, device: torch.device) -> str:
 
 
 def has_flash_kernels(device: torch.device) -> bool:
-    """Return whether FlashAttention's kernels, which know half precision only, run on this device.
+    """Return True if FlashAttention's kernels run on this device. They need half precision.
 
-    AMD's align causal masks in a way that nobody has tried here with trees.
+    Not on AMD: how its kernels align causal masks is untested with trees.
     """
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def resolve_layout(cfg: UpdateConfig, group_size: int) -> UpdateConfig:
-    """Return `cfg` with layout "auto" decided. Without branches a group still shares its prompt."""
+    """Return `cfg` with layout "auto" resolved."""
     if cfg.layout != "auto":
         return cfg
+    # A tree pays even without branches, because the trajectories of a group share the prompt.
     return replace(cfg, layout="packed" if group_size == 1 else "tree")
 
 
 def register(attention: str) -> str:
-    """Teach transformers to attend row by row, and return the name for its configs."""
+    """Register attention by rows with transformers, and return its name for a model's config."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # From Hopper on SDPA prefers cuDNN, which plans anew for each shape (up to a second), and each row has another
-    # length. vLLM switches it off for its process anyway: without this, SFT would run another kernel than RL does.
+    # From Hopper on, SDPA prefers cuDNN. It plans again for each shape (up to a second), and each row has another
+    # length. vLLM switches it off in its process, too, so without this line SFT would use another kernel than RL.
     torch.backends.cuda.enable_cudnn_sdp(False)
     kernels = {"sdpa": attend_by_sdpa, "varlen": attend_by_varlen, "flash_attention_2": attend_by_flash_attn}
     for kernel, attend in kernels.items():
-        # torch.compile would compile it anew for each batch, whose rows are other ones.
+        # torch.compile would compile it again for each batch, since the rows differ.
         ALL_ATTENTION_FUNCTIONS.register(BY_ROW[kernel], torch.compiler.disable(with_rows_only(attend)))
     return BY_ROW[attention]
 
 
 def with_rows_only(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
-    """Return `attend` as transformers calls it, for layers that pass on the rows, and have no mask of their own. Others
-    raise UserError."""
+    """Return `attend` with the signature that transformers calls.
+
+    It raises UserError in a layer that does not pass on `paths`, or that has a mask.
+    """
 
     def attend_rows(module, query, key, value, attention_mask, *, paths: RowPaths | None = None, **options: Any):
         if paths is None or attention_mask is not None:
@@ -102,15 +105,18 @@ def with_rows_only(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor,
 def attend_by_sdpa(
     query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, window: int | None
 ) -> Tensor:
-    """Return (1, N, H, d) of queries (1, H, N, d), keys and values (1, H / group, N, d)."""
-    keys, values = (gathered(x, paths.keys, dim=2).split(paths.num_keys, dim=2) for x in (key, value))
+    """Attend with SDPA, row by row. queries (1, H, N, d), keys and values (1, H / group, N, d) -> (1, N, H, d)."""
+    queries = query.split(paths.num_queries, dim=2)
+    keys = gathered(key, paths.keys, dim=2).split(paths.num_keys, dim=2)
+    values = gathered(value, paths.keys, dim=2).split(paths.num_keys, dim=2)
     outs = []
-    for row, (q, k, v) in enumerate(zip(query.split(paths.num_queries, dim=2), keys, values, strict=True)):
+    for row, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
         mask = paths.mask(row, window, like=q)
         if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-            # Of the GPU's kernels only flash's knows grouped heads, and it takes no masks and no float32. The
-            # memory-efficient one takes both, and without it all scores would be written down.
-            k, v = (repeated(x, q.shape[1], dim=1) for x in (k, v))
+            # On a GPU only the flash kernel supports grouped heads, but neither masks nor float32. Repeated heads
+            # allow the memory-efficient kernel, which supports both. Any other would write all scores to memory.
+            k = repeated(k, q.shape[1], dim=1)
+            v = repeated(v, q.shape[1], dim=1)
         outs.append(
             F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -122,16 +128,18 @@ def attend_by_sdpa(
 def attend_by_varlen(
     query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, window: int | None
 ) -> Tensor:
-    """Attend as `attend_by_sdpa` does, by torch's varlen_attn.
+    """Attend like `attend_by_sdpa`, with torch's varlen_attn.
 
-    Not yet run on a GPU: tests/fake_gpu calls the real function, over kernels of its own.
+    Not yet run on a GPU: tests/fake_gpu calls the real function with fake kernels.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
-    key, value = (gathered(x, paths.keys, dim=0) for x in (key, value))
+    key = gathered(key, paths.keys, dim=0)
+    value = gathered(value, paths.keys, dim=0)
     if not varlen_groups_heads():
-        key, value = (repeated(x, query.shape[1], dim=1) for x in (key, value))
+        key = repeated(key, query.shape[1], dim=1)
+        value = repeated(value, query.shape[1], dim=1)
     out = varlen_attn(
         query,
         key,
@@ -141,7 +149,7 @@ def attend_by_varlen(
         max(paths.num_queries),
         max(paths.num_keys),
         scale=scale,
-        window_size=(window - 1 if window else -1, 0),  # keys before the query's own, and after it: causal
+        window_size=(window - 1 if window else -1, 0),  # number of keys before and after the query's position
         **({"enable_gqa": True} if varlen_groups_heads() else {}),
     )
     return out[None]
@@ -149,7 +157,7 @@ def attend_by_varlen(
 
 @functools.cache
 def varlen_groups_heads() -> bool:
-    """Return whether varlen_attn knows queries that share key-value heads, as it does from torch 2.12 on."""
+    """Return True if varlen_attn supports queries that share key-value heads (from torch 2.12 on)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -158,7 +166,7 @@ def varlen_groups_heads() -> bool:
 def attend_by_flash_attn(
     query: Tensor, key: Tensor, value: Tensor, paths: RowPaths, scale: float | None, window: int | None
 ) -> Tensor:
-    """Attend as `attend_by_sdpa` does, with the flash-attn package."""
+    """Attend like `attend_by_sdpa`, with the flash-attn package."""
     from flash_attn import flash_attn_varlen_func
 
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
@@ -178,10 +186,10 @@ def attend_by_flash_attn(
 
 
 def gathered(x: Tensor, index: Tensor | None, dim: int) -> Tensor:
-    """Return x at `index`; the gradients of a token that many rows see are summed in float32."""
+    """Return x at `index` (None = all). Gradients of a token in several rows are summed in float32."""
     return x if index is None else x.float().index_select(dim, index).to(x.dtype)
 
 
 def repeated(x: Tensor, num_heads: int, dim: int) -> Tensor:
-    """Return keys or values with each head as often as queries share it."""
+    """Return keys or values with each head repeated, so that there are `num_heads`, one for each query head."""
     return x.repeat_interleave(num_heads // x.shape[dim], dim=dim)

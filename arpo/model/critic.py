@@ -1,7 +1,7 @@
-"""The critic (advantage.kind=gae): a value head on an FSDP2 backbone of its own, with its own optimizer.
+"""The critic (advantage.kind=gae): a model with a value head, under FSDP2, with a separate optimizer.
 
-The value of response token t is the expected reward to go from just before it, so it is read off the hidden state that
-predicts it (`predict_from` in batch.py), and `gae` may compare it with what came after.
+The value of response token t is the expected reward to go before this token. So it is computed from the hidden state
+that predicts the token (`predict_from` in batch.py), and `gae` may compare it with what came after.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from arpo.ranks import Ranks
 
 
 class Critic(nn.Module):
-    """A model with a value head, which begins at 0, so that an untrained critic changes nothing."""
+    """A model with a value head. The head starts at 0, so an untrained critic changes no advantage."""
 
     def __init__(self, backbone: nn.Module):
         super().__init__()
@@ -35,15 +35,17 @@ class Critic(nn.Module):
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Return the values of the loss tokens, (B, T) float32, 0 where the loss mask is 0."""
-        sources, _ = micro.head_inputs()
-        return micro.to_rows(self.value_head(hidden_states(self.backbone, micro)[sources])[:, 0])
+        positions, _ = micro.head_inputs()
+        hidden = hidden_states(self.backbone, micro)[positions]  # (L, D)
+        values = self.value_head(hidden)  # (L, 1)
+        return micro.to_rows(values[:, 0])
 
 
 def load_critic(cfg: ModelConfig, mesh: DeviceMesh, *, device: torch.device, max_model_len: int = 0) -> Critic:
-    """Load the backbone of `cfg.path` with a fresh head. Collective; raises UserError like `load_policy`."""
+    """Load the backbone of `cfg.path`, with an untrained head. Collective. Raises UserError like `load_policy`."""
     hf = build_on_meta(cfg.path, attention_implementation(cfg, device), max_model_len=max_model_len)
     critic = Critic(hf.base_model).train()
-    # float32 whatever the compute dtype: bfloat16 knows no value between 1 and 1.0078
+    # The head computes in float32, whatever the compute dtype: bfloat16 has no value between 1 and 1.0078.
     exact = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=True)
     fully_shard(critic.value_head.to(device), mesh=mesh, mp_policy=exact)
     shard(critic, critic.backbone, cfg, mesh, device)
@@ -61,21 +63,24 @@ def fill_values(critic: Critic, micros: list[MicroBatch]) -> None:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip_value: float = 0.5, denominator: float
 ) -> tuple[Tensor, Metrics]:
-    """Return these rows' share of the global token mean of 0.5 * max((v - R)^2, (clip(v, old +- clip_value) - R)^2).
+    """Return (loss, metrics): the mean over tokens of 0.5 * max((v - R)^2, (clip(v, old +- clip_value) - R)^2).
 
+    The loss is these rows' share of the global mean; `denominator` is the global number of loss tokens.
     values 2, old_values 1, returns 0, clip_value 0.5 -> max(4, 2.25) / 2 = 2. Metrics: sum `loss`; means over loss
-    tokens of `clip_fraction` (the clipped term is the larger one: no gradient), `value`, `return`.
+    tokens of `clip_fraction` (the clipped term is larger, so there is no gradient), `value` and `return`.
     """
     keep = mask.bool()
     values = torch.where(keep, values, 0.0)
     clipped = old_values + (values - old_values).clamp(-clip_value, clip_value)
-    plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
+    plain_error = (values - returns).square()
+    clipped_error = (clipped - returns).square()
     loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), keep, "token_mean", denominator)
-    # further away than the clip, too: within it, `clipped` differs from `values` by rounding
-    held = ((clipped_error > plain_error) & ((values - old_values).abs() > clip_value)).detach()
-    metrics, num_tokens = Metrics(), keep.sum().double()
+    # The second condition is needed because within the range `clipped` may still differ from `values` by a rounding.
+    is_clipped = ((clipped_error > plain_error) & ((values - old_values).abs() > clip_value)).detach()
+    metrics = Metrics()
+    num_tokens = keep.sum().double()
     metrics.sum("loss", loss, weight=num_tokens)
-    for name, per_token in {"clip_fraction": held, "value": values, "return": returns}.items():
+    for name, per_token in {"clip_fraction": is_clipped, "value": values, "return": returns}.items():
         total = torch.where(keep, per_token.float(), 0.0).sum()
         metrics.mean(name, total / num_tokens.clamp(min=1), num_tokens)
     return loss, metrics
@@ -83,25 +88,27 @@ def value_loss(
 
 @dataclass(frozen=True)
 class TrainedCritic:
-    """A critic with its optimizer and its learning rate."""
+    """A critic with its optimizer."""
 
     model: Critic
     optimizer: torch.optim.Optimizer
     cfg: OptimConfig
     num_updates: int
-    """Of the run."""
+    """Number of optimizer steps in the run, for the learning-rate schedule."""
 
     @classmethod
     def load(
         cls, model: ModelConfig, cfg: OptimConfig, num_updates: int, ranks: Ranks, *, max_model_len: int = 0
     ) -> TrainedCritic:
-        """Load it, see `load_critic`. Collective."""
+        """Load the critic with `load_critic`, and build its optimizer. Collective."""
         critic = load_critic(model, ranks.mesh, device=ranks.device, max_model_len=max_model_len)
         return cls(critic, build_optimizer(critic, cfg), cfg, num_updates)
 
     def update(self, micros: list[MicroBatch], update: int, ranks: Ranks) -> Metrics:
-        """Do optimizer step `update` (from 0) of the run on a global mini-batch, of which `micros` are this rank's
-        part."""
+        """Take optimizer step `update` (from 0) of the run on a global mini-batch. `micros` are this rank's.
+
+        Raises FloatingPointError, on all ranks alike, if the gradient is not finite.
+        """
         set_learning_rate(self.optimizer, update, self.num_updates, self.cfg)
         metrics = Metrics()
         [num_tokens] = ranks.all_reduce_sum(sum(micro.num_loss_tokens for micro in micros))

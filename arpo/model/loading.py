@@ -1,11 +1,11 @@
-"""Loads a model folder into sharded parameters: built on the meta device, filled from safetensors slice by slice.
+"""Loads a model folder into sharded parameters. The model is built on the meta device, and filled from safetensors.
 
     hf = build_on_meta(path, "sdpa")       # no memory for parameters
     ... fully_shard ...
     materialize(hf, device)                # memory for this rank's shards
     read_weights(dict(hf.named_parameters()), path)
 
-No rank ever holds, or reads, more than its own rows of a weight.
+A rank reads and stores only its rows of a weight.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from arpo.model.mixers import check_layers, run_by_rows
 from arpo.model.settled import settled_config
 
 TEXT = "model.language_model."
-"""Begins the names of the text model's weights in the folder of a vision-language model; elsewhere it is "model."."""
+"""Prefix of the text model's weights in the folder of a vision-language model. In other folders it is "model."."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ROWS = 8192
-"""Rows of the head that are compared at a time."""
+"""Number of rows of the head that are compared at a time."""
 OTHER_PARTS = ("model.visual.", "mtp.")
-"""Begin the names of what the text model has not: the vision tower, and heads that predict further tokens."""
+"""Prefixes of weights that the text model does not have: vision tower, and heads that predict further tokens."""
 
 
 def build_on_meta(path: str, attention: str, *, max_model_len: int = 0) -> nn.Module:
-    """Return the transformers model of the folder's config, float32, its parameters without memory.
+    """Return the transformers model of the folder's config, in float32, on the meta device (without memory).
 
-    max_model_len: see `settled_config`. Raises UserError for a model that transformers does not know, or that
-    read_weights or head.py cannot handle.
+    max_model_len: see `settled_config`. Raises UserError for a model that transformers, `read_weights` or head.py does
+    not support.
     """
     from transformers import AutoModelForCausalLM
 
     try:
         config = settled_config(path, max_model_len=max_model_len)
-        if quantization := getattr(config, "quantization_config", None):
+        quantization = getattr(config, "quantization_config", None)
+        if quantization:
             method = quantization.get("quant_method", "quantized")
             raise UserError(f"model.path={path}: {method} weights cannot be trained; use the model in bfloat16")
         with torch.device("meta"):
@@ -54,7 +55,7 @@ def build_on_meta(path: str, attention: str, *, max_model_len: int = 0) -> nn.Mo
     check_layers(hf, path)
     check_head(hf)
     for name, module in hf.named_modules():
-        if isinstance(module, nn.Dropout):  # one that the config does not set
+        if isinstance(module, nn.Dropout):  # a dropout that the config does not set
             module.p = 0.0
         if list(module.buffers(recurse=False)) and not type(module).__name__.endswith("RotaryEmbedding"):
             raise UserError(f"model.path={path}: {type(hf).__name__} has buffers in {name}, which is not supported")
@@ -63,38 +64,40 @@ def build_on_meta(path: str, attention: str, *, max_model_len: int = 0) -> nn.Mo
 
 
 def check_head(hf: nn.Module) -> None:
-    """Raise UserError where logits are not hidden states times lm_head.weight, perhaps over `logits_divisor`."""
-    extras = {"final_logit_softcapping": (None,), "logit_scale": (None, 1.0)}
-    for name, neutral in extras.items():
-        if (value := getattr(hf.config, name, None)) not in neutral:
+    """Raise UserError unless logits = hidden states @ lm_head.weight.T / `logits_divisor`."""
+    neutral_values = {"final_logit_softcapping": (None,), "logit_scale": (None, 1.0)}
+    for name, neutral in neutral_values.items():
+        value = getattr(hf.config, name, None)
+        if value not in neutral:
             raise UserError(f"model.path: {type(hf).__name__} has {name}={value} in its head, which is not supported")
     if not isinstance(getattr(hf, "lm_head", None), nn.Linear) or hf.lm_head.bias is not None:
         raise UserError(f"model.path: {type(hf).__name__} has no lm_head that is one matrix; it is not supported")
 
 
 def logits_divisor(hf: nn.Module) -> float:
-    """Return what the model divides its logits by, as Granite does; the head takes it as a temperature."""
+    """Return the number that the model divides its logits by (Granite), else 1. The head treats it as a temperature."""
     return getattr(hf.config, "logits_scaling", None) or 1.0
 
 
 def materialize(model: nn.Module, device: torch.device, *, parameter_device: torch.device | None = None) -> None:
-    """Give memory to parameters (of arbitrary content), and compute buffers, on `device`.
+    """Give memory with arbitrary content to the parameters, and compute the buffers, on `device`.
 
-    parameter_device: the device of the shards, if it is another one (CPU offload).
+    parameter_device: device of the parameters, if it is another one (CPU offload).
     """
     model.to_empty(device=parameter_device or device)
     for module in model.modules():
         if list(module.buffers(recurse=False)):
-            fresh = type(module)(module.config).to(device)  # RoPE frequencies: no file has them
-            for name, buffer in fresh.named_buffers(recurse=False):
+            # RoPE frequencies. They are in no file, so they are computed again.
+            with_buffers = type(module)(module.config).to(device)
+            for name, buffer in with_buffers.named_buffers(recurse=False):
                 module.register_buffer(name, buffer, persistent=False)
 
 
 def read_weights(parameters: Mapping[str, torch.Tensor], path: str) -> None:
-    """Fill parameters (or shards of them), given by their names in the checkpoint, each rank its own rows.
+    """Fill parameters, given by their names in the model folder. Each rank reads its rows of a sharded parameter.
 
-    Raises UserError where a file is broken, and, before anything is read, where a weight is missing, unknown or of
-    another shape; the same on every rank.
+    Raises UserError, the same on every rank, if a file is broken; and before anything is read, if a weight is missing,
+    unknown or of another shape.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -105,15 +108,17 @@ def read_weights(parameters: Mapping[str, torch.Tensor], path: str) -> None:
             with safe_open(file, "pt") as tensors:
                 shapes[file] = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         check_once(shapes, path)
-        found = {text_name(name): shape for part in shapes.values() for name, shape in part.items()}
-        check_weights(parameters, found, path)
-        if HEAD in found and HEAD not in parameters and is_tied(path):  # a critic has none, tied or not
+        stored = {text_name(name): shape for of_file in shapes.values() for name, shape in of_file.items()}
+        check_weights(parameters, stored, path)
+        # A head that is stored, but not a parameter, is tied; or this is a critic, which needs no head.
+        if HEAD in stored and HEAD not in parameters and is_tied(path):
             check_tied_head(shapes, path)
         for file, names in shapes.items():
             for name in names:
-                if (parameter := parameters.get(text_name(name))) is None:
+                parameter = parameters.get(text_name(name))
+                if parameter is None:
                     continue
-                # One handle per weight: what it has mapped counts as this process's memory until it is closed.
+                # A handle per weight, because mapped memory counts as this process's memory until the handle is closed.
                 with safe_open(file, "pt") as tensors, torch.no_grad():
                     copy_rows(parameter, tensors.get_slice(name))
     except (OSError, SafetensorError) as error:
@@ -121,15 +126,19 @@ def read_weights(parameters: Mapping[str, torch.Tensor], path: str) -> None:
         raise UserError(f"model.path={path}: cannot load the weights ({reason}); copy or save them again") from None
 
 
-def check_weights(parameters: Mapping[str, torch.Tensor], found: Mapping[str, tuple[int, ...]], path: str) -> None:
-    """Compare names and shapes. A tied head may be there all the same, and old files hold RoPE's frequencies."""
-    if missing := sorted(parameters.keys() - found.keys()):
+def check_weights(parameters: Mapping[str, torch.Tensor], stored: Mapping[str, tuple[int, ...]], path: str) -> None:
+    """Raise UserError if names and shapes of the stored weights are not those of the parameters.
+
+    Two kinds of further weights are allowed: a tied head, and RoPE's frequencies in old files.
+    """
+    missing = sorted(parameters.keys() - stored.keys())
+    if missing:
         raise UserError(
             f"model.path={path}: {len(missing)} weights are missing, {missing[0]} first; was it saved completely?"
         )
     unknown = sorted(
         name
-        for name in found.keys() - parameters.keys()
+        for name in stored.keys() - parameters.keys()
         if name != HEAD and "rotary_emb." not in name and not name.startswith(OTHER_PARTS)
     )
     if unknown:
@@ -138,19 +147,20 @@ def check_weights(parameters: Mapping[str, torch.Tensor], found: Mapping[str, tu
             "do they belong together?"
         )
     for name, parameter in parameters.items():
-        if found[name] != tuple(parameter.shape):
+        if stored[name] != tuple(parameter.shape):
             raise UserError(
-                f"model.path={path}: {name} has shape {found[name]}, config.json says {tuple(parameter.shape)}; "
+                f"model.path={path}: {name} has shape {stored[name]}, config.json says {tuple(parameter.shape)}; "
                 "do they belong together?"
             )
 
 
 def check_once(names: Mapping[Path, Iterable[str]], path: str) -> None:
-    """Raise UserError where a weight stands in two files: which of them is the model?"""
-    seen: dict[str, Path] = {}
-    for file, its_names in names.items():
-        for name in its_names:
-            if (other := seen.setdefault(name, file)) != file:
+    """Raise UserError if a weight is in two files: it is unclear which of them is the model's. `names` are by file."""
+    first_files: dict[str, Path] = {}
+    for file, names_of_file in names.items():
+        for name in names_of_file:
+            other = first_files.setdefault(name, file)
+            if other != file:
                 raise UserError(
                     f"model.path={path}: {name} is in {other.name} and in {file.name}; which of them is the model's? "
                     "Move the other file out of the folder"
@@ -158,7 +168,7 @@ def check_once(names: Mapping[Path, Iterable[str]], path: str) -> None:
 
 
 def is_tied(path: str) -> bool:
-    """Return whether the folder's config ties the head to the embeddings."""
+    """Return True if the folder's config ties the head to the embeddings."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -166,14 +176,18 @@ def is_tied(path: str) -> bool:
 
 
 def check_tied_head(names: Mapping[Path, Iterable[str]], path: str) -> None:
-    """Raise UserError where a head is stored that the config ties to the embeddings, and has other values: neither the
-    trainer nor vLLM would load it."""
+    """Raise UserError if the config ties the head to the embeddings, but the stored head has other values.
+
+    Neither the trainer nor vLLM would load such a head.
+    """
     from safetensors import safe_open
 
-    of = {text_name(name): (file, name) for file, its_names in names.items() for name in its_names}
-    (head_file, head_name), (embedding_file, embedding_name) = of[HEAD], of[EMBEDDING]
+    places = {text_name(name): (file, name) for file, names_of_file in names.items() for name in names_of_file}
+    head_file, head_name = places[HEAD]
+    embedding_file, embedding_name = places[EMBEDDING]
     with safe_open(head_file, "pt") as heads, safe_open(embedding_file, "pt") as embeddings:
-        head, embedding = heads.get_slice(head_name), embeddings.get_slice(embedding_name)
+        head = heads.get_slice(head_name)
+        embedding = embeddings.get_slice(embedding_name)
         num_rows = head.get_shape()[0]
         same = head.get_shape() == embedding.get_shape() and all(
             torch.equal(head[start : start + ROWS], embedding[start : start + ROWS])
@@ -187,14 +201,16 @@ def check_tied_head(names: Mapping[Path, Iterable[str]], path: str) -> None:
 
 
 def text_name(name: str) -> str:
-    """Return the name that a weight of a folder has in the text model."""
+    """Return the name in the text model of a weight of a model folder."""
     return "model." + name.removeprefix(TEXT) if name.startswith(TEXT) else name
 
 
 def folder_name(name: str, config: Any) -> str:
-    """Return the name that a weight of the text model has in a folder of this config, and for vLLM's class for it."""
-    is_part = config.get_text_config() is not config
-    return TEXT + name.removeprefix("model.") if is_part and name.startswith("model.") else name
+    """Return the name of the text model's weight in a folder of this config, and in vLLM's class for it."""
+    has_other_parts = config.get_text_config() is not config
+    if has_other_parts and name.startswith("model."):
+        return TEXT + name.removeprefix("model.")
+    return name
 
 
 def copy_rows(parameter: torch.Tensor, weight) -> None:
@@ -202,9 +218,11 @@ def copy_rows(parameter: torch.Tensor, weight) -> None:
 
     FSDP2 cuts like torch.chunk, 5 rows on 2 ranks: [0, 3) and [3, 5).
     """
-    local, start = parameter, 0
+    local = parameter
+    start = 0
     if isinstance(parameter, DTensor):
-        local, mesh = parameter.to_local(), parameter.device_mesh
+        local = parameter.to_local()
+        mesh = parameter.device_mesh
         for dim, placement in enumerate(parameter.placements):
             if isinstance(placement, Shard):
                 assert placement.dim == 0, parameter.placements

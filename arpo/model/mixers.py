@@ -1,8 +1,8 @@
-"""What the layers of a model mix tokens with, each of which must keep to its row, or the model is refused.
+"""Token mixers of a model's layers: attention, convolution, recurrence. Each must stay within a row.
 
-Attention does by itself (attention.py). What runs along the tokens, a short convolution or a recurrence (gated delta),
-gets one row at a time, from the prompt's first token on: of a tree, each path from the root to a leaf, gathered. What
-comes out for the row's own tokens is kept; what rows share was kept with the first of them, and is equal in all.
+Other models are refused. Attention by rows is in attention.py. A short convolution or a recurrence (gated delta) gets
+one row at a time, from the prompt's first token on; in a tree, the path from the root to a leaf. Only the outputs of
+tokens that the row computes itself are kept. Outputs of shared tokens were kept with an earlier row, and are equal.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from arpo.model.attention import gathered
 
 ATTENTION = {"full_attention", "sliding_attention"}
 ALONG_TOKENS = {"conv", "linear_attention"}
-"""Kinds of layers (layer_types in config.json) that get one row at a time."""
+"""Kinds of layers (layer_types in config.json) with a convolution or recurrence: they get one row at a time."""
 
 
 def check_layers(hf: nn.Module, path: str) -> None:
-    """Raise UserError for a model whose rows would see each other, or whose weights are not named as we read them."""
+    """Raise UserError for a model whose rows would see each other, or with unsupported names of weights."""
     kinds = layer_kinds(hf)
     if any("Experts" in type(module).__name__ for module in hf.modules()):
         reason = "is a mixture of experts"
@@ -42,26 +42,28 @@ def check_layers(hf: nn.Module, path: str) -> None:
 
 
 def layer_kinds(hf: nn.Module) -> list[str]:
-    """Return the kind of each layer, as config.json calls it (layer_types)."""
+    """Return the kind of each layer (layer_types in config.json)."""
     layers = getattr(hf.base_model, "layers", None) or []
     kinds = getattr(hf.config, "layer_types", None) or ["full_attention"] * len(layers)
     return kinds[: len(layers)]
 
 
 def mixers_of(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules of a layer that take an attention mask, so that they mix tokens."""
-    return [m for m in layer.children() if "attention_mask" in inspect.signature(m.forward).parameters]
+    """Return the modules of a layer that mix tokens: those with an argument `attention_mask`."""
+    return [module for module in layer.children() if "attention_mask" in inspect.signature(module.forward).parameters]
 
 
 def keeps_to_rows(kind: str, layer: nn.Module) -> bool:
-    """Return whether one module mixes tokens, and, if it is attention, takes what attention by rows needs."""
+    """Return True if exactly one module mixes tokens, and, if it is attention, passes on further options (`paths`)."""
     mixers = mixers_of(layer)
-    options = [p for m in mixers for p in inspect.signature(m.forward).parameters.values() if p.kind is p.VAR_KEYWORD]
-    return len(mixers) == 1 and (kind in ALONG_TOKENS or bool(options))
+    if len(mixers) != 1:
+        return False
+    parameters = inspect.signature(mixers[0].forward).parameters.values()
+    return kind in ALONG_TOKENS or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def run_by_rows(hf: nn.Module) -> None:
-    """Let what runs along the tokens see one row at a time, given as its attention mask (`masks`)."""
+    """Make convolutions and recurrences run on one row at a time. `masks` passes them the rows as attention mask."""
     for kind, layer in zip(layer_kinds(hf), hf.base_model.layers, strict=True):
         if kind in ALONG_TOKENS:
             [mixer] = mixers_of(layer)
@@ -69,16 +71,20 @@ def run_by_rows(hf: nn.Module) -> None:
 
 
 def by_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `forward`, applied to one row after the other."""
+
     def forward_rows(hidden_states: Tensor, attention_mask: RowPaths, **_: Any) -> Tensor:
-        rows = gathered(hidden_states, attention_mask.keys, dim=1).split(attention_mask.num_keys, dim=1)
-        outs = [forward(row)[:, -n:] for row, n in zip(rows, attention_mask.num_queries, strict=True)]
+        paths = attention_mask
+        rows = gathered(hidden_states, paths.keys, dim=1).split(paths.num_keys, dim=1)
+        # Only the last `num_queries` outputs are the row's: the tokens before them are shared with an earlier row.
+        outs = [forward(row)[:, -num:] for row, num in zip(rows, paths.num_queries, strict=True)]
         return torch.cat(outs, dim=1)
 
     return forward_rows
 
 
 def masks(backbone: nn.Module, micro: MicroBatch) -> Any:
-    """Return the attention mask of a model: None, or by kind of layer the rows of those that run along the tokens."""
+    """Return the attention mask to pass to the model: kind of layer -> rows, or None if all layers are attention."""
     kinds = set(getattr(backbone.config, "layer_types", None) or [])
     if not kinds & ALONG_TOKENS:
         return None

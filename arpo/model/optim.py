@@ -1,4 +1,4 @@
-"""AdamW with decay on matrices only, learning-rate schedules, gradient clipping that refuses non-finite steps."""
+"""AdamW with weight decay on matrices only, learning-rate schedules, and gradient clipping with a check for NaN."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
-    """Return AdamW over the (sharded) parameters; norms and biases are not decayed.
+    """Return AdamW over the trained (sharded) parameters. Norms and biases have no weight decay.
 
-    It is fused, which torch would not choose for shards by itself, but take them one by one.
+    `fused` is set, because for shards torch would by default update one parameter after the other.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -25,8 +25,8 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=True)
-    # The state of which AdamW makes itself at its first step, when it would lie in what activations left behind: those
-    # pieces of the GPU's memory could not go to vLLM again.
+    # AdamW would create its state at the first step, in memory that activations have left. These blocks of GPU memory
+    # could then not be returned for vLLM. So the state is created now.
     for p in parameters:
         step = torch.zeros((), dtype=torch.float32, device=p.device)
         home = {"device": "cpu", "pin_memory": p.is_cuda} if cfg.offload else {}
@@ -37,10 +37,10 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
 
 
 def keep_on_host(optimizer: torch.optim.AdamW) -> None:
-    """Bring the moments, which are in host memory, to the parameters' device for each optimizer step, and back.
+    """Keep AdamW's moments in host memory. Copy them to the parameters' device for each optimizer step, and back.
 
-    A checkpoint saves and loads the host's. The copies of a GPU wait for nobody on the host: `torch.cuda.synchronize`
-    before the host reads them.
+    Checkpoints save and load the moments in host memory. The copies from a GPU are asynchronous: the host must call
+    `torch.cuda.synchronize` before it reads them.
     """
     home = {p: {name: state[name] for name in MOMENTS} for p, state in optimizer.state.items()}
     stream = torch.cuda.Stream() if any(p.is_cuda for p in home) else None
@@ -61,7 +61,7 @@ def keep_on_host(optimizer: torch.optim.AdamW) -> None:
                     moment = local(optimizer.state[p][name])
                     local(buffer).copy_(moment, non_blocking=True)
                     if stream:
-                        moment.record_stream(stream)  # its memory is free when it is copied, not when it is let go of
+                        moment.record_stream(stream)  # so that its memory is not reused before the copy has ended
                     optimizer.state[p][name] = buffer
 
     optimizer.register_step_pre_hook(bring)
@@ -74,10 +74,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lr_factor(update: int, num_updates: int, cfg: OptimConfig) -> float:
-    """Return the learning rate of optimizer step `update` (from 0) as a share of `cfg.lr`.
+    """Return the learning rate of optimizer step `update` (from 0), divided by `cfg.lr`.
 
-    Warm-up rises linearly over the first `warmup_ratio` of all steps; linear falls over the last `decay_ratio`, cosine
-    over all that follows the warm-up; both end at `min_lr_ratio`.
+    The warm-up is linear over the first `warmup_ratio` of all steps. Then schedule=linear falls over the last
+    `decay_ratio` of all steps, and schedule=cosine over all steps after the warm-up. Both end at `min_lr_ratio`.
     """
     warmup = round(cfg.warmup_ratio * num_updates)
     if update < warmup:
@@ -101,14 +101,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, update: int, num_updates
 
 
 def num_not_finite(model: nn.Module) -> int:
-    """Return how many trained weights of this rank's shards are NaN or infinite."""
+    """Return the number of trained weights in this rank's shards that are NaN or infinite."""
     return sum(int((~local(p.detach()).isfinite()).sum()) for p in model.parameters() if p.requires_grad)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Clip to the global norm over all shards, 0 = not at all, and return the norm before that, the same on every rank.
+    """Clip the gradient to a global norm of `max_norm`, 0 = no clipping. Return the norm before, the same on all ranks.
 
-    Raises FloatingPointError, on all ranks alike, where it is not finite.
+    Raises FloatingPointError, on all ranks alike, if the norm is not finite.
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
     value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

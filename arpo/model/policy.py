@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal LM under FSDP2, and a head that never holds all logits.
+"""The policy: a Hugging Face causal LM under FSDP2, with a head that computes logits in chunks.
 
 Shapes: N tokens of a micro-batch, B rows, T response tokens, D hidden size, V vocabulary (see batch.py).
 """
@@ -30,33 +30,33 @@ from arpo.model.sketch import GradientSketch
 
 Micro = TypeVar("Micro")
 HEAD_CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at one time; the full (tokens, vocab) matrix never does."""
+"""Number of tokens whose logits exist at the same time."""
 
 
 class Policy(nn.Module):
-    """The HF model, wrapped so that the head runs inside the FSDP2 root's forward, where its weight is whole."""
+    """The Hugging Face model. Its head runs within the forward of FSDP2's root, which gathers the head's weight."""
 
     def __init__(self, hf: nn.Module):
         super().__init__()
         self.hf = hf
         self.head_chunk_tokens = HEAD_CHUNK_TOKENS
         self.sketch: GradientSketch | None = None
-        """Filled by forward passes with gradients, where there is one."""
+        """If set, forward passes with gradients fill it (update.measure_noise)."""
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprobs of the response tokens and entropies (nats) of their distributions, (B, T) float32 each.
 
-        0 where the loss mask is 0: the head is only computed for tokens that count. Read no float field of `micro`
-        here: FSDP2 has copied it, a dataclass, and cast those to model.compute_dtype (advantages, logprobs of others).
+        0 where the loss mask is 0, since the head runs only on loss tokens. Do not read float fields of `micro` here
+        (advantages, other logprobs): FSDP2 has copied the dataclass, and cast these fields to model.compute_dtype.
         """
         hidden = hidden_states(self.hf.base_model, micro)
-        # Without a loss token the head runs on none: its gradients are zeros, and the ranks' collectives still match.
-        sources, targets = micro.head_inputs()
-        inputs = hidden[sources]
+        # Also without loss tokens the head runs (on none). So its gradients are 0, and the ranks' collectives match.
+        positions, targets = micro.head_inputs()
+        inputs = hidden[positions]
         sketch = self.sketch if torch.is_grad_enabled() else None
         logprobs, entropies, scores = scored_logprobs(
             inputs,
-            self.hf.lm_head.weight,  # whole: inside the root's forward, gathered once whatever the number of chunks
+            self.hf.lm_head.weight,  # gathered once by the root's forward, whatever the number of chunks
             targets,
             sketch.directions if sketch else None,
             temperature=temperature * logits_divisor(self.hf),
@@ -67,21 +67,21 @@ class Policy(nn.Module):
         return micro.to_rows(logprobs), micro.to_rows(entropies)
 
     def hf_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name in the text model, parameter or its shard), a tied head once; for weight sync and export.
+        """Yield (name in the text model, parameter or its shard), for weight sync and export. A tied head comes once.
 
-        Adapters are merged into what they adapt, one matrix at a time, which is collective.
+        Adapters are merged, one matrix at a time. Collective.
         """
         reshard_all(self)
         yield from lora.merged_parameters(self.hf)
 
     def trained_parameters(self) -> dict[str, torch.Tensor]:
-        """Return what is trained, for a checkpoint: name -> parameter or its shard (LoRA: the adapters)."""
+        """Return name -> trained parameter or its shard, for a checkpoint. With LoRA these are the adapters."""
         reshard_all(self)
         return {name: p for name, p in self.hf.named_parameters() if p.requires_grad}
 
 
 def hidden_states(backbone: nn.Module, micro: MicroBatch) -> torch.Tensor:
-    """Return (N, D) of the last layer. No cache: it would let the rows see each other."""
+    """Return the last layer's hidden states (N, D). Without a cache, since rows would see each other through it."""
     return backbone(
         input_ids=micro.input_ids,
         position_ids=micro.position_ids,
@@ -100,13 +100,14 @@ def load_policy(
     offload: bool = False,
     seed: int = 0,
 ) -> Policy:
-    """Build, shard, and only then load: each rank its own rows. Master weights and gradient reduction in float32,
-    compute in `cfg.compute_dtype`.
+    """Build and shard the policy, then load each rank's rows. Collective.
 
-    max_model_len: the longest row, prompt and response, which some RoPE depends on; 0: vLLM's default for the model.
-    offload: the shards stay in CPU memory, and each layer travels to the GPU, if there is one, for its forward pass.
-    seed: for adapters, which are not in the folder. Collective. Raises UserError for missing or broken weights, and a
-    head that is not a plain matrix.
+    Master weights and gradient reduction are in float32, computation in `cfg.compute_dtype`.
+
+    max_model_len: tokens of the longest row, prompt and response; some RoPE depends on it. 0 = vLLM's default.
+    offload: shards stay in CPU memory, and each layer is copied to the GPU, if there is one, for its forward pass.
+    seed: for LoRA's adapters, which are not in the folder.
+    Raises UserError for missing or broken weights, and if the head is not a single matrix.
     """
     hf = build_on_meta(cfg.path, attention_implementation(cfg, device), max_model_len=max_model_len)
     if cfg.context_parallel > 1:
@@ -123,9 +124,9 @@ def load_policy(
 def shard(
     model: nn.Module, hf: nn.Module, cfg: ModelConfig, mesh: DeviceMesh, device: torch.device, *, offload: bool = False
 ) -> None:
-    """Put FSDP2 over `model`, of which `hf` is the part on meta, with layers gathered one at a time. Collective.
+    """Shard `model` with FSDP2, one unit per layer. Collective.
 
-    Afterwards `hf` has memory for its shards, of arbitrary content.
+    `hf` is the part of `model` on the meta device. Afterwards it has memory for its shards, with arbitrary content.
     """
     if cfg.recompute_every_n_layers:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -146,26 +147,27 @@ def shard(
             mp_policy=precision,
             offload_policy=placement,
         )
-    # The root too: else it stays unsharded after a forward without gradients, and an optimizer would miss its shards.
+    # reshard_after_forward also for the root. Otherwise it stays unsharded after a forward without gradients, and an
+    # optimizer would not see its shards.
     fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=placement)
-    model.is_whole = mesh.shape[-1] == 1  # on each rank; this and the next are for `accumulating`
+    # `accumulating` reads these two.
+    model.is_whole = mesh.shape[-1] == 1  # each rank has a full copy
     model.reshards = cfg.reshard_after_forward
     materialize(hf, device, parameter_device=torch.device("cpu") if offload else device)
 
 
 def accumulating(model: nn.Module, micros: Sequence[Micro]) -> Iterator[Micro]:
-    """Yield the micro-batches of a step, for one forward and backward pass each; every rank must have as many.
+    """Yield the micro-batches of an optimizer step, for one forward and backward pass each. Same number on all ranks.
 
-    What need not happen for each of them happens at the last one: copies of the model exchange gradients, ranks that
-    have it whole do too, and with model.reshard_after_forward=False layers stay gathered until then. None of it takes
-    memory that a single micro-batch would not take.
+    Copies of the model exchange gradients only at the last micro-batch. With model.reshard_after_forward=False, layers
+    stay gathered until then. This needs no more memory than a single micro-batch.
     """
-    if not isinstance(model, FSDPModule):  # nothing is exchanged or gathered
+    if not isinstance(model, FSDPModule):
         yield from micros
         return
-    for number, micro in enumerate(micros, 1):
+    for number, micro in enumerate(micros, start=1):
         is_last = number == len(micros)
-        model.set_requires_all_reduce(is_last)  # among copies of which each is spread over ranks
+        model.set_requires_all_reduce(is_last)  # between copies, if each copy is spread over several ranks
         if model.is_whole:
             model.set_requires_gradient_sync(is_last)
         if not model.reshards:
@@ -174,32 +176,33 @@ def accumulating(model: nn.Module, micros: Sequence[Micro]) -> Iterator[Micro]:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Shard modules again that FSDP2 left unsharded after a forward without backward."""
+    """Shard again the modules that FSDP2 left unsharded after a forward without backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def attention_implementation(cfg: ModelConfig, device: torch.device) -> str:
-    """Return `attention_backend` by its name in transformers. Raises UserError."""
+    """Register the attention backend with transformers, and return its name there. Raises UserError."""
     attention = attention_backend(cfg, device)
     return ulysses(attention) if cfg.context_parallel > 1 else register(attention)
 
 
 def load_tokenizer(path: str):
-    """Return the model folder's tokenizer. Raises UserError where there is none, or its chat template does not end."""
+    """Return the model folder's tokenizer. Raises UserError if it is missing, or if its chat template does not end."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
-        if not Path(path).is_dir():  # a hub name, or meant as a folder
+        if not Path(path).is_dir():  # a name on the Hub, or a folder that does not exist
             reason = f"there is no such folder here, and the hub does not answer or has no such model: {reason}"
         raise UserError(f"model.path={path}: cannot load the tokenizer ({reason[:200]})") from None
     templates = tokenizer.chat_template or ""
     for template in templates.values() if isinstance(templates, dict) else [templates]:
-        if excess := excess_of(template):
+        excess = excess_of(template)
+        if excess:
             raise UserError(
                 f"model.path={path}: its chat template (chat_template.jinja, or in tokenizer_config.json) needs more "
                 f"than {excess} for a question; take that of the model's publisher"
@@ -209,8 +212,8 @@ def load_tokenizer(path: str):
 
 
 def check_vocabulary(path: str, tokenizer) -> None:
-    """Raise UserError for a tokenizer with ids that have no row of the embeddings: tokens were added, and no rows."""
-    if not (Path(path) / "config.json").exists():  # a tokenizer alone, for a model on a server
+    """Raise UserError if the tokenizer has ids without a row in the embeddings: tokens were added, but no rows."""
+    if not (Path(path) / "config.json").exists():  # only a tokenizer, for a model on a server
         return
     num_rows = read_model_config(path).get_text_config().vocab_size
     beyond = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows}
@@ -223,7 +226,7 @@ def check_vocabulary(path: str, tokenizer) -> None:
 
 
 def check_companion(path: str, tokenizer, *, max_model_len: int, option: str) -> None:
-    """Check the folder of a second model (critic, reference), and that it reads the policy's tokens, or UserError."""
+    """Raise UserError if the folder of a critic or reference is not complete, or has another vocabulary."""
     check_model_folder(path, max_model_len=max_model_len, option=option)
     if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{option}={path}: its tokenizer is not that of model.path; use a model of the same family")

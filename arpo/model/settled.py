@@ -1,7 +1,7 @@
-"""The transformers config of a model folder, settled so that the logits of a row depend on this row alone.
+"""The transformers config of a model folder, changed so that the logits of a row depend only on this row.
 
-Two things make the same row come out differently in another forward pass: RoPE that is chosen by the longest row
-computed together, and dropout. The folder's own config.json is never changed, so an export has it as it was.
+Two things could change the logits of the same row in another forward pass: dropout, and a RoPE that depends on the
+longest row in the batch. The folder's config.json is not changed, so an export has it as it was.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from arpo.errors import UserError
 
 
 def settled_config(path: str, *, max_model_len: int = 0) -> Any:
-    """Return the folder's config with RoPE fixed for `max_model_len` and all dropout off.
+    """Return the folder's config with RoPE fixed for `max_model_len`, and without dropout.
 
-    max_model_len: the longest row of the run, which vLLM is told as well; 0: vLLM's own default. Raises UserError for
-    rows that dynamic RoPE would change.
+    max_model_len: tokens of the run's longest row, the same number as vLLM gets; 0 = vLLM's default. Raises UserError
+    if dynamic RoPE would depend on the length of the run's rows.
     """
     config = read_model_config(path)
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    for parameters in [rope] if "rope_type" in rope else rope.values():  # or one for each kind of layer
+    # Either the parameters of all layers, or a dict of them for each kind of layer.
+    for parameters in [rope] if "rope_type" in rope else rope.values():
         if isinstance(parameters, dict):
             _fix_rope(parameters, text, path=path, max_model_len=max_model_len)
     for part in {id(config): config, id(text): text}.values():
@@ -32,7 +33,7 @@ def settled_config(path: str, *, max_model_len: int = 0) -> Any:
 
 
 def read_model_config(path: str) -> Any:
-    """Return the config of a model's folder. Raises UserError where transformers cannot make sense of it."""
+    """Return the config of a model's folder. Raises UserError if transformers cannot read it."""
     from transformers import AutoConfig
 
     try:
@@ -42,12 +43,16 @@ def read_model_config(path: str) -> Any:
 
 
 def _fix_rope(parameters: dict[str, Any], text: Any, *, path: str, max_model_len: int) -> None:
-    """Make frequencies that grow with the longest row constant, as vLLM makes them at its start."""
+    """Make frequencies constant that would depend on the longest row, with the values that vLLM uses."""
     if parameters.get("rope_type") == "longrope":
         original = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
-        used, unused = ("long", "short") if max_model_len > original else ("short", "long")
+        is_long = max_model_len > original
+        used = "long" if is_long else "short"
+        unused = "short" if is_long else "long"
+        # transformers picks one of the two factors by the length of the rows; now both are the same.
         parameters[f"{unused}_factor"] = parameters[f"{used}_factor"]
-        if scale := parameters.get(f"{used}_mscale"):
+        scale = parameters.get(f"{used}_mscale")
+        if scale:
             parameters["attention_factor"] = scale
     elif parameters.get("rope_type") == "dynamic":
         limit = text.max_position_embeddings
@@ -58,7 +63,8 @@ def _fix_rope(parameters: dict[str, Any], text: Any, *, path: str, max_model_len
                 f"tokens, and rows of this run may have {max_model_len or limit}; shorten them, or set a fixed "
                 "rope_type (yarn, linear) in config.json"
             )
-        if alpha := parameters.get("alpha"):  # Hunyuan's: a constant base
+        alpha = parameters.get("alpha")
+        if alpha:  # Hunyuan: the base is constant
             dim = text.head_dim
             parameters["rope_theta"] *= alpha ** (dim / (dim - 2))
-        parameters["rope_type"] = "default"  # which it is for rows within the limit
+        parameters["rope_type"] = "default"  # the same as dynamic for rows within the limit

@@ -1,10 +1,10 @@
-"""A small fixed sample of each trajectory's gradient, taken on the way through the head.
+"""A small fixed sketch of each trajectory's gradient, computed with the head.
 
 The parameter is a matrix M in front of the head, hidden -> (1 + M) hidden, at M = 0. The gradient of a token's log p
-by M is the outer product of d log p / d hidden and the hidden state, (D, D). A fixed random projection of both sides
-leaves SKETCH_RANK x SKETCH_RANK numbers; their products have the expectation of the whole gradient's. The sum over a
-trajectory's tokens is exact for this parameter, whatever the layout, also where trajectories share tokens. No further
-pass over the model is needed.
+with respect to M is the outer product of d log p / d hidden and the hidden state, (D, D). A fixed random projection of
+both sides gives SKETCH_RANK x SKETCH_RANK numbers. Inner products of sketches have the expectation of the inner
+products of the full gradients. The sum over a trajectory's tokens is exact for this parameter in any layout, also if
+trajectories share tokens. No further pass over the model is needed.
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ from torch import Tensor
 from arpo.batch import MicroBatch
 from arpo.model.head import matmul
 
-SKETCH_RANK = 16  # 256 numbers: a square is off by a tenth, the same in signal and noise
+SKETCH_RANK = 16
+"""With 16 x 16 numbers a squared norm is off by a tenth, by the same factor in signal and noise."""
 
 
 class GradientSketch:
-    """Collects the sketches of the rows of an update. A policy that has one (policy.sketch) fills it as it trains."""
+    """Collects the sketches of an update's rows. Set as policy.sketch, it is filled during training."""
 
     def __init__(self, hidden_size: int, device: torch.device | str):
         generator = torch.Generator().manual_seed(0)
         signs = torch.randint(0, 2, (2, hidden_size, SKETCH_RANK), generator=generator) * 2.0 - 1.0
         self.directions, self.inputs = (signs / SKETCH_RANK**0.5).to(device)
-        """(D, R) each: the projections of d log p / d hidden, and of the hidden state. +-1/4, which bfloat16 has."""
+        """Projections of d log p / d hidden and of the hidden state, (D, R) each. +-1/4, which is exact in bfloat16."""
         self.tokens: tuple[Tensor, Tensor] | None = None
-        """(B, T, R) each, of the micro-batch that was forwarded last: projected scores and hidden states."""
+        """Projected scores and hidden states of the last micro-batch, (B, T, R) each."""
         self.rows: list[tuple[tuple[int, ...], Tensor]] = []
-        """Of each micro-batch: its row ids, and (2, B, R * R) the sums over each row's loss tokens of the gradient of
-        log p, once weighted with the token's advantage and once as it is."""
+        """(row ids, sketches) of each micro-batch. The sketches (2, B, R * R) are sums over a row's loss tokens of the
+        gradient of log p: [0] weighted with the token's advantage, [1] unweighted."""
 
     def take_tokens(self, micro: MicroBatch, hidden: Tensor, scores: Tensor) -> None:
-        """Remember what the head has computed: hidden states (L, D) and scores (L, R) at its inputs."""
+        """Store the head's inputs, hidden states (L, D), and scores (L, R) of the micro-batch for `take_rows`."""
         with torch.no_grad():
-            self.tokens = micro.to_rows(scores), micro.to_rows(matmul(hidden, self.inputs.to(hidden.dtype)))
+            inputs = matmul(hidden, self.inputs.to(hidden.dtype))  # (L, R)
+            self.tokens = micro.to_rows(scores), micro.to_rows(inputs)
 
     def take_rows(self, micro: MicroBatch) -> None:
-        """Add the rows of the micro-batch whose tokens were taken last; it has advantages."""
+        """Add the sketches of the last micro-batch's rows, now that it has advantages."""
         scores, inputs = self.tokens
         self.tokens = None
         weighted = scores * micro.advantages[..., None]
@@ -49,17 +51,18 @@ class GradientSketch:
         self.rows.append((micro.row_ids, torch.stack(sums)))
 
     def collected(self, num_micros: list[int]) -> list[dict[int, np.ndarray]]:
-        """Return row id -> (2, R * R) of each mini-batch, which has so many micro-batches, and forget all.
+        """Return row id -> (2, R * R) for each mini-batch, and delete all sketches.
 
-        Empty ones where no update was made. What a second pass over the mini-batches has added is left out.
+        `num_micros` = number of micro-batches of each mini-batch. Without an update the dicts are empty. Sketches of a
+        second pass over the mini-batches (update.num_epochs) are left out.
         """
-        rows = iter(self.rows)
+        micro_batches = iter(self.rows)
         self.rows = []
-        return [
-            {
-                row_id: sums
-                for row_ids, parts in islice(rows, number)
-                for row_id, sums in zip(row_ids, parts.cpu().numpy().swapaxes(0, 1), strict=False)
-            }
-            for number in num_micros
-        ]
+        minibatches = []
+        for num in num_micros:
+            by_row: dict[int, np.ndarray] = {}
+            for row_ids, sums in islice(micro_batches, num):
+                # strict=False: an empty micro-batch has one row, but no row id.
+                by_row |= zip(row_ids, sums.cpu().numpy().swapaxes(0, 1), strict=False)
+            minibatches.append(by_row)
+        return minibatches

@@ -38,4 +38,6 @@ class Environment:
         check_offered(prompts, self.codec.tools, file)
         system_prompt = system_prompt_for(cfg.system_prompt, self.schemas, form=self.codec.format)
         prompts = [replace(prompt, messages=with_system_prompt(prompt.messages, system_prompt)) for prompt in prompts]
-        return tokenize_prompts(prompts, self.codec.render_prompt, cfg.max_prompt_tokens, cfg.overlong, file)
+        return tokenize_prompts(
+            prompts, self.codec.render_prompt, max_prompt_tokens=cfg.max_prompt_tokens, overlong=cfg.overlong, path=file
+        )

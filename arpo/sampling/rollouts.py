@@ -9,7 +9,7 @@ from pathlib import Path
 from arpo.branching_signal import BranchingSignal
 from arpo.config.sections import RunConfig
 from arpo.data import PromptOrder
-from arpo.data.order import heard, next_prompts
+from arpo.data.order import add_groups, next_prompts
 from arpo.errors import UserError
 from arpo.log import RunLog
 from arpo.metrics import Metrics, rollout_metrics, source_names
@@ -175,7 +175,7 @@ class Rollouts:
         ranks = self.sampler.team.ranks
         share = sampled[ranks.rank :: ranks.world_size]  # each rank counts its share once
         metrics = rollout_metrics(share, self.sources, take_counts(self.sampler.tools.tools), step)
-        values = self.signal.add(sampled) | self.worth.add(sampled) | heard(self.order, sampled)
+        values = self.signal.add(sampled) | self.worth.add(sampled) | add_groups(self.order, sampled)
         verdict = self.health.judge(sampled, self.first_drawn)
         if verdict.may_train:
             groups = groups_to_train_on(sampled, self.num_prompts, self.advantage)

@@ -1,1 +1,1 @@
-"""SFT data: conversations of every style, tokenised once, on disk."""
+"""SFT data: conversations of all common formats, tokenised once and stored on disk."""

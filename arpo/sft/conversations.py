@@ -1,4 +1,4 @@
-"""Reading SFT conversations of every common style as messages, one row after the other."""
+"""Reads SFT conversations of all common formats as messages, row by row."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from arpo.protocol.messages import BadRow, as_list, json_of, without_loss
 def read_conversations(
     path: str | Path, *, part: int = 0, num_parts: int = 1, parse: Callable[[dict], Any] = FORMS["tags"].parse_row
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (place, [{role: system | user | assistant | tool, content}]) of each row; parts are as in `read_rows`.
+    """Yield ("file:line", [{role: system | user | assistant | tool, content}]) for each row.
 
-    `parse` is the `parse_row` of the form of calls. TRL's prompt and completion, and Alpaca's instruction, input and
-    output are messages too.
-    Raises UserError naming file and line at the first conversation that cannot be used.
+    `parse` is the `parse_row` of the form of tool calls. TRL's prompt and completion, and Alpaca's instruction, input
+    and output become messages, too. `part` and `num_parts` are as in `read_rows`.
+    Raises UserError with file and line at the first conversation that cannot be used.
 
     >>> next(read_conversations("sft.jsonl"))  # {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt"...
     ('sft.jsonl:1', [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'hello'}])
@@ -28,38 +28,47 @@ def read_conversations(
     for place, row in read_rows(path, part=part, num_parts=num_parts):
         try:
             conversation = parse(_with_messages(row))
-            check_plain([*conversation])  # calls may be JSON within a text
+            check_plain([*conversation])  # again, since the messages' text may have contained JSON
         except (ValueError, RecursionError) as error:
             raise UserError(f"{place}: {error}; repair or remove it") from None
         yield place, conversation
 
 
 def _with_messages(row: dict) -> dict:
-    """Return a row of TRL or Alpaca with `messages`, any other as it is. Raises BadRow.
+    """Return the row with `messages`, if it has TRL's or Alpaca's fields; any other row unchanged. Raises BadRow.
 
-    As their makers have it, TRL's prompt is not trained on, and the answers of Alpaca's `history` are.
+    As in their own trainers, TRL's prompt is not trained on, and the answers in Alpaca's `history` are.
     """
     if row.get("messages") or row.get("conversations"):
         return row
     if isinstance(row.get("instruction"), str):
+        question = row["instruction"]
         more = row.get("input")
-        asked = row["instruction"] + (f"\n\n{more}" if isinstance(more, str) and more else "")
-        return row | {"messages": [*_earlier(row.get("history")), *_pair(asked, row.get("output"))]}
-    asked, said = as_list(row.get("prompt")), as_list(row.get("completion"))
-    if asked is None or said is None:
+        if isinstance(more, str) and more:
+            question += f"\n\n{more}"
+        return row | {"messages": [*_history(row.get("history")), *_messages(question, row.get("output"))]}
+    prompt = as_list(row.get("prompt"))
+    completion = as_list(row.get("completion"))
+    if prompt is None or completion is None:
         return row
-    asked = asked if isinstance(asked, list) else _pair(asked, None)
-    said = said if isinstance(said, list) else _pair(None, said)
-    return row | {"messages": [*map(without_loss, asked), *said]}
+    if not isinstance(prompt, list):
+        prompt = _messages(prompt, None)
+    if not isinstance(completion, list):
+        completion = _messages(None, completion)
+    return row | {"messages": [*map(without_loss, prompt), *completion]}
 
 
-def _pair(asked: object, said: object) -> list[dict[str, object]]:
-    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+def _messages(question: object, answer: object) -> list[dict[str, object]]:
+    """Return a user message and an assistant message; a None has no message."""
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return [message for message in messages if message["content"] is not None]
 
 
-def _earlier(history: object) -> list[dict[str, object]]:
-    history = (json_of(history, "history is") if isinstance(history, str) else history) or []
+def _history(history: object) -> list[dict[str, object]]:
+    """Return the messages of Alpaca's `history`. Raises BadRow."""
+    if isinstance(history, str):
+        history = json_of(history, "history is")
+    history = history or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise BadRow("history must be a list of [question, answer]")
-    return [message for asked, said in history for message in _pair(asked, said)]
+    return [message for question, answer in history for message in _messages(question, answer)]

@@ -1,11 +1,11 @@
-"""Tokenised conversations on disk, made once by all ranks together, then read row by row, whatever their size.
+"""Tokenised conversations on disk. All ranks together write them once; then they are read row by row.
 
-    runs/NAME/tokens/train/manifest.json   what they were made of, and how many there are
+    runs/NAME/tokens/train/manifest.json   origin of the tokens, and number of rows
                            part_00000.bin  little-endian uint32 per token: id * 2 + loss mask; one file per rank
-                           lengths.npy     int32 tokens of each row, in file order
-                           overlong.jsonl  what was left out: {"place", "tokens"}
+                           lengths.npy     int32 number of tokens of each row, in file order
+                           overlong.jsonl  conversations that were left out: {"place", "tokens"}
 
-The rows and their order depend on the file and the options alone. Only 12 bytes per row are kept in memory.
+The rows and their order depend only on the file and the options. Only 12 bytes per row are kept in memory.
 """
 
 from __future__ import annotations
@@ -42,29 +42,33 @@ from arpo.tools import system_prompt_for
 logger = logging.getLogger(__name__)
 
 OVERLONG = "overlong.jsonl"
-FORMAT = 5  # raise it when the same file would give other tokens, or another layout
+FORMAT = 5
+"""Version of the stored tokens. Raise it if the same file would give other tokens, or another layout on disk."""
 
 
 class ConversationRows(Sequence):
-    """The rows of a folder that `tokenise` made. Rows are read when they are asked for."""
+    """The rows in a folder that `tokenise` wrote. A row is read from disk at each access."""
 
     def __init__(self, folder: Path):
         manifest = read_json(folder / "manifest.json")
         self.folder = folder
-        self.origin: dict = manifest["origin"]  # everything that the tokens depend on
+        self.origin: dict = manifest["origin"]
+        """Everything that the tokens depend on, see `_origin`."""
         self.num_dropped: int = manifest["num_dropped"]
         self.defects: dict[str, int] = manifest["defects"]
-        self._lengths = np.load(folder / "lengths.npy")  # (R,) of R rows
+        """Reason -> number of conversations with broken tags."""
+        self._lengths = np.load(folder / "lengths.npy")  # (R,) for R rows
         is_sound = self._lengths.ndim == 1 and self._lengths.dtype.kind in "iu" and (self._lengths > 0).all()
         counts = manifest["rows_per_part"]
         if not is_sound or min(counts) < 0 or sum(counts) != len(self._lengths):
             raise ValueError(f"{folder}: the lengths of its rows are damaged")
-        self._first_rows = np.concatenate([[0], np.cumsum(manifest["rows_per_part"])])
+        self._first_rows = np.concatenate([[0], np.cumsum(counts)])  # (parts + 1,)
         self._starts = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])  # (R + 1,) over all parts
 
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
+        """Return True if each part's file has the expected size."""
         sizes = np.diff(4 * self._starts[self._first_rows])
-        return all(_part(self.folder, part).stat().st_size == size for part, size in enumerate(sizes))
+        return all(_part_file(self.folder, part).stat().st_size == size for part, size in enumerate(sizes))
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -74,40 +78,43 @@ class ConversationRows(Sequence):
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> Row:
-        """Read row `index`; its "response" begins with the first token that counts in the loss."""
+        """Read row `index`. Its "response" begins with the first token in the loss."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         part = int(np.searchsorted(self._first_rows, index, side="right")) - 1
         start = self._starts[index] - self._starts[self._first_rows[part]]
-        coded = np.fromfile(_part(self.folder, part), "<u4", int(self._lengths[index]), offset=4 * int(start))
-        token_ids, loss_mask = (coded >> 1).astype(np.int32), (coded & 1).astype(np.int8)
+        file = _part_file(self.folder, part)
+        coded = np.fromfile(file, "<u4", count=int(self._lengths[index]), offset=4 * int(start))
+        token_ids = (coded >> 1).astype(np.int32)
+        loss_mask = (coded & 1).astype(np.int8)
         first = int(loss_mask.argmax())
         return Row(prompt_ids=token_ids[:first], response_ids=token_ids[first:], loss_mask=loss_mask[first:])
 
 
-def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, ranks: Ranks) -> ConversationRows:
-    """Turn the conversations of `path` into rows of at most `cfg.max_tokens`, in file order, kept in `folder`.
+def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, *, folder: Path, ranks: Ranks) -> ConversationRows:
+    """Tokenise the conversations of `path` into rows of at most `cfg.max_tokens`, in file order, stored in `folder`.
 
-    A collective operation: each rank tokenises its part of the file, into a folder that all ranks see. Rows that are
-    there already, from the same file, tokenizer and options, are used again. Raises UserError, the same on every rank,
-    for a conversation that cannot be used or masked exactly, and where none is short enough.
+    Collective: each rank tokenises its part of the file. All ranks must see the folder. If it already has rows of the
+    same file, tokenizer and options, they are used again. Raises UserError, the same on every rank, for a conversation
+    that cannot be used or masked exactly, and if no conversation is short enough.
     """
     cfg = replace(cfg, system_prompt=system_prompt_for(cfg.system_prompt, cfg.tools, form=codec.format))
     origin = _origin(Path(path), cfg, codec)
-    if not ranks.all_gather_objects(ranks.is_main and _is_there(folder, origin))[0]:
-        _build(path, cfg, codec, folder, ranks, origin)
+    # The main rank decides for all: another rank may not see a new folder of a network file system yet.
+    [is_stored, *_] = ranks.all_gather_objects(ranks.is_main and _is_stored(folder, origin))
+    if not is_stored:
+        _write(path, cfg, codec, folder=folder, ranks=ranks, origin=origin)
     rows = ConversationRows(folder)
-    logger.info(
-        "%s: %d conversations, %d tokens; longer than %d: %d left out (%s)",
-        path, len(rows), rows.num_tokens, cfg.max_tokens, rows.num_dropped, folder / OVERLONG,
-    )  # fmt: skip
+    overlong = f"longer than {cfg.max_tokens}: {rows.num_dropped} left out ({folder / OVERLONG})"
+    logger.info("%s: %d conversations, %d tokens; %s", path, len(rows), rows.num_tokens, overlong)
     if rows.defects:
-        named = ", ".join(f"{reason} {number}" for reason, number in rows.defects.items())
-        logger.warning("%s: broken tags, for which a trajectory of RL gets -1: %s conversations", path, named)
+        counts = ", ".join(f"{reason} {count}" for reason, count in rows.defects.items())
+        logger.warning("%s: broken tags, for which a trajectory of RL gets -1: %s conversations", path, counts)
     return rows
 
 
-def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, ranks: Ranks, origin: dict) -> None:
+def _write(path: str | Path, cfg: SFTDataConfig, codec: Codec, *, folder: Path, ranks: Ranks, origin: dict) -> None:
+    """Write all parts into a temporary folder, then rename it, so that a stopped run leaves no half folder."""
     logger.info("tokenising %s", path)
     building = folder.with_name(f"{folder.name}.building")
     if ranks.is_main:
@@ -117,7 +124,7 @@ def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, ran
     try:
         part = ranks.together(lambda: _write_part(path, cfg, codec, building, ranks))
         parts = ranks.all_gather_objects(part)
-        overlong = [entry for part in parts for entry in part.overlong]
+        overlong = [conversation for part in parts for conversation in part.overlong]
         if not any(part.lengths for part in parts):
             raise UserError(f"{path}: {_why_none(cfg, overlong)}")
         if ranks.is_main:
@@ -127,8 +134,10 @@ def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, ran
                 "num_dropped": len(overlong),
                 "defects": dict(sum((part.defects for part in parts), Counter()).most_common()),
             }
-            np.save(building / "lengths.npy", np.concatenate([np.frombuffer(p.lengths, np.int32) for p in parts]))
-            (building / OVERLONG).write_text("".join(json.dumps(entry) + "\n" for entry in overlong))
+            lengths = np.concatenate([np.frombuffer(part.lengths, np.int32) for part in parts])
+            np.save(building / "lengths.npy", lengths)
+            lines = [json.dumps(conversation) + "\n" for conversation in overlong]
+            (building / OVERLONG).write_text("".join(lines))
             (building / "manifest.json").write_text(json.dumps(manifest, indent=1))
             shutil.rmtree(folder, ignore_errors=True)
             building.rename(folder)
@@ -139,28 +148,30 @@ def _build(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, ran
 
 
 class _Part(NamedTuple):
-    """The tokenised part of the file that one rank worked on."""
+    """What one rank found in its part of the file."""
 
     lengths: array
+    """Number of tokens of each row that was written."""
     overlong: list[dict]
+    """Conversations that were left out: {"place", "tokens"}."""
     defects: Counter[str]
+    """Reason -> number of conversations with broken tags."""
 
 
-def _part(folder: Path, number: int) -> Path:
-    return folder / f"part_{number:05d}.bin"
+def _part_file(folder: Path, part: int) -> Path:
+    return folder / f"part_{part:05d}.bin"
 
 
 def _write_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, ranks: Ranks) -> _Part:
     """Write this rank's tokens. Raises UserError for a bad conversation."""
-    part = _Part(array("i"), [], Counter())
+    part = _Part(lengths=array("i"), overlong=[], defects=Counter())
     parse = form_of(codec.format).parse_row
     conversations = read_conversations(path, part=ranks.rank, num_parts=ranks.world_size, parse=parse)
-    silent = None if ranks.is_main else True  # None = unless it is a terminal
+    is_silent = None if ranks.is_main else True  # None: a progress bar only on a terminal
+    progress = tqdm(conversations, f"tokenising on rank {ranks.rank}", leave=False, disable=is_silent)
     try:
-        with _part(folder, ranks.rank).open("wb") as file:
-            for place, conversation in tqdm(
-                conversations, f"tokenising on rank {ranks.rank}", leave=False, disable=silent
-            ):
+        with _part_file(folder, ranks.rank).open("wb") as file:
+            for place, conversation in progress:
                 rendered = render_row(conversation, cfg, codec, place)
                 part.defects.update(_defects(conversation, codec))
                 num_tokens = len(rendered.token_ids)
@@ -172,7 +183,7 @@ def _write_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path
                 part.lengths.append(num_tokens)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:  # of the writing: read_rows names its own
+    except OSError as error:  # from writing; read_rows turns its own into a UserError
         raise UserError(
             f"{folder}: cannot write the tokens ({error.strerror}); run.dir must be a folder all nodes share"
         ) from None
@@ -180,7 +191,12 @@ def _write_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path
 
 
 def render_row(conversation: list[dict] | Conversation, cfg: SFTDataConfig, codec: Codec, place: str) -> Rendered:
-    messages, functions = conversation if isinstance(conversation, Conversation) else (conversation, None)
+    """Return the conversation's tokens and loss mask. Raises UserError, which begins with `place` ("file:line")."""
+    if isinstance(conversation, Conversation):
+        messages, functions = conversation
+    else:
+        messages = conversation
+        functions = None
     try:
         rendered = codec.render_conversation(
             with_system_prompt(messages, cfg.system_prompt),
@@ -188,7 +204,7 @@ def render_row(conversation: list[dict] | Conversation, cfg: SFTDataConfig, code
             train_turns=cfg.train_turns,
             functions=functions,
         )
-    except (ValueError, TemplateError) as error:  # TemplateError: templates refuse what they do not know
+    except (ValueError, TemplateError) as error:  # TemplateError: the template refuses a message
         raise UserError(f"{place}: {error}") from None
     if not any(rendered.loss_mask):
         raise UserError(f"{place}: no token would be trained, since the assistant's weights are 0; leave the row out")
@@ -196,29 +212,34 @@ def render_row(conversation: list[dict] | Conversation, cfg: SFTDataConfig, code
 
 
 def _defects(conversation: list[dict] | Conversation, codec: Codec) -> list[str]:
-    """Return what is first wrong with the tags of a conversation in the eyes of the reward, if anything is.
+    """Return the first format error of the reward's rules in the conversation's tags, as a list; [] without one.
 
-    A missing answer or thought is no defect here: a conversation need not be a trajectory.
+    A missing answer or thought does not count, since a conversation need not be a full trajectory.
     """
     rules = form_of(codec.format).rules
     messages = conversation.messages if isinstance(conversation, Conversation) else conversation
-    found: list[str] = []
-    for text in [message["content"] for message in messages if message["role"] == "assistant"]:
-        segments = rules.derive_segments(text, codec.tools)
-        found += [rules.turn_error(*turn, codec.tools) for turn in turns_of(segments)]
-        found.append(rules.format_error(segments, codec.tools))
-    return [reason for reason in found if reason.startswith(("un", "model_", "malformed"))][:1]
+    reasons: list[str] = []
+    for message in messages:
+        if message["role"] != "assistant":
+            continue
+        segments = rules.derive_segments(message["content"], codec.tools)
+        reasons += [rules.turn_error(*turn, codec.tools) for turn in turns_of(segments)]
+        reasons.append(rules.format_error(segments, codec.tools))
+    broken_tags = [reason for reason in reasons if reason.startswith(("un", "model_", "malformed"))]
+    return broken_tags[:1]
 
 
 def _why_none(cfg: SFTDataConfig, overlong: list[dict]) -> str:
+    """Return the message for a file without any usable conversation."""
     if not overlong:
         return "the file has no conversations; was the export interrupted?"
-    limit, shortest = f"data.max_tokens={cfg.max_tokens}", min(entry["tokens"] for entry in overlong)
+    shortest = min(conversation["tokens"] for conversation in overlong)
+    limit = f"data.max_tokens={cfg.max_tokens}"
     return f"no conversation has at most {limit} tokens (the shortest has {shortest}); raise it"
 
 
 def _origin(path: Path, cfg: SFTDataConfig, codec: Codec) -> dict:
-    """Return everything that the tokens depend on. A file is known by path, size and time of change, unread."""
+    """Return everything that the tokens depend on. The file is not read: path, size and time of change identify it."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -237,10 +258,10 @@ def _origin(path: Path, cfg: SFTDataConfig, codec: Codec) -> dict:
     } | codec.origin
 
 
-def _is_there(folder: Path, origin: dict) -> bool:
-    """Return whether the folder has whole rows of this origin."""
+def _is_stored(folder: Path, origin: dict) -> bool:
+    """Return True if the folder has complete rows of this origin."""
     try:
         rows = ConversationRows(folder)
-        return rows.origin == origin and rows.is_whole()
+        return rows.origin == origin and rows.is_complete()
     except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError):
         return False

@@ -46,7 +46,7 @@ def pin_models(cfg: C) -> C:
         name, before = getattr(getattr(cfg, section, None), field, ""), str(begun.get(option, ""))
         if not name or Path(name).is_dir():
             continue
-        folder = model_folder(name, option=option, begun=before, weights=not (evaluation and evaluation.server))
+        folder = model_folder(name, option=option, previous=before, weights=not (evaluation and evaluation.server))
         check_model_folder(str(folder), max_model_len=getattr(cfg, "max_model_len", 0), option=option)
         if os.environ.get("RANK", "0") == "0":
             print(f"{option}: {hub_name(str(folder))}, in {folder}", flush=True)

@@ -169,12 +169,12 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, caplog):
         return list(messages[0]["content"].encode())
 
     with caplog.at_level(logging.WARNING, "arpo"):
-        [kept] = tokenize_prompts(prompts, render, 5, "drop", "q.jsonl")
+        [kept] = tokenize_prompts(prompts, render, max_prompt_tokens=5, overlong="drop", path="q.jsonl")
     assert kept.token_ids == (120, 120, 120) and "1 of 2 prompts exceed" in caplog.text
     with pytest.raises(UserError, match=r"1 of 2 prompts exceed .*q-000001 has 9"):
-        tokenize_prompts(prompts, render, 5, "error", "q.jsonl")
+        tokenize_prompts(prompts, render, max_prompt_tokens=5, overlong="error", path="q.jsonl")
     with pytest.raises(UserError, match="2 of 2"):
-        tokenize_prompts(prompts, render, 1, "drop", "q.jsonl")
+        tokenize_prompts(prompts, render, max_prompt_tokens=1, overlong="drop", path="q.jsonl")
 
 
 # ---- order

@@ -197,7 +197,7 @@ def test_what_goes_wrong_besides_is_one_line(server):
     with pytest.raises(UserError, match=r"^data\.train=o--b/one: .*; check the name, HF_ENDPOINT and the disk's space"):
         hub.pin("data.train", "o--b/one")
     line = r"^x: .*No space left on device; .* and the disk's space"
-    with pytest.raises(UserError, match=line), hub._said("x", "o/one"), open("/dev/full", "wb") as full:
+    with pytest.raises(UserError, match=line), hub._errors_of_hub("x", "o/one"), open("/dev/full", "wb") as full:
         full.write(b"x")
 
 

@@ -73,7 +73,9 @@ def test_supervised_training_waits_for_the_gradient_norm_only(tiny_model_dir):
         micros = train_sft.share(rows, 24, ranks)
         assert len(micros) > 1 and not stalls.uploads
         num_loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
-        metrics = train_sft.update_policy(policy, optimizer, micros, num_loss_tokens, 1.0, ranks)
+        metrics = train_sft.update_policy(
+            policy, optimizer, micros, num_loss_tokens=num_loss_tokens, max_grad_norm=1.0, ranks=ranks
+        )
         lines = [line for line in stalls.waits if "update_policy" in line]
         assert stalls.waits.total() == 2 and lines == list(stalls.waits), stalls.waits
         stalls.clear()

@@ -14,7 +14,7 @@ from arpo.batch import MicroBatch, collate, microbatches
 from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model import load_policy
-from arpo.model.context_parallel import spread
+from arpo.model.context_parallel import local_shares
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks.ranks import make_group
 from arpo.start.checks import check_parallel
@@ -33,7 +33,7 @@ def micros_of(name: str, ranks) -> list[MicroBatch]:
             row.prompt_ids[:] = origin.prompt_ids
         rows[2].response_ids[:7] = rows[1].response_ids[:7]
     cut = tree_microbatches if name == "tree" else microbatches
-    return spread(cut(rows, ranks.data_rank, ranks.data_size, MAX_TOKENS), ranks.group)
+    return local_shares(cut(rows, ranks.data_rank, ranks.data_size, MAX_TOKENS), ranks.group)
 
 
 def outcome(ranks, folder: str, num_parts: int, name: str) -> dict:
@@ -100,7 +100,7 @@ def test_each_token_is_scored_once_and_as_by_one_rank(outcomes, case):
 
 def test_without_a_group_micro_batches_stay_as_they_are():
     micros = [collate(random_rows())]
-    assert spread(micros, None) is micros
+    assert local_shares(micros, None) is micros
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused

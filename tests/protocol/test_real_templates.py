@@ -165,11 +165,13 @@ def test_a_system_message_that_the_template_forbids_is_one_line_with_the_row():
     forbids = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     codec = codec_of(forbids + TURN + NEXT)
     prompts = [Prompt("q1", [ASKED], ["a"]), Prompt("q2", [SYSTEM, ASKED], ["a"])]
-    assert tokenize_prompts(prompts[:1], codec.render_prompt, 99, "error", "train.jsonl")
+    assert tokenize_prompts(
+        prompts[:1], codec.render_prompt, max_prompt_tokens=99, overlong="error", path="train.jsonl"
+    )
     with pytest.raises(
         UserError, match=r"^train.jsonl: q2: .*system, user .*System role not supported.*system_prompt=n"
     ):
-        tokenize_prompts(prompts, codec.render_prompt, 99, "error", "train.jsonl")
+        tokenize_prompts(prompts, codec.render_prompt, max_prompt_tokens=99, overlong="error", path="train.jsonl")
 
 
 def test_of_named_templates_the_one_for_tools_is_tried_for_tools():

@@ -191,4 +191,4 @@ def test_the_rows_on_disk_are_the_rendered_ones_and_are_made_again_for_another_p
 
 
 def _tokenise(ranks, path, folder) -> None:
-    tokenise(path, SFTDataConfig(train=str(path)), hermes_codec("qwen2_5"), folder, ranks)
+    tokenise(path, SFTDataConfig(train=str(path)), hermes_codec("qwen2_5"), folder=folder, ranks=ranks)

@@ -39,7 +39,7 @@ def tokenise_on(num_ranks: int, path: Path, folder: Path, cfg: SFTDataConfig = C
 
 
 def _tokenise(ranks, path, folder, cfg) -> None:
-    tokenise(path, cfg, TagsCodec(build_tiny_tokenizer()), folder, ranks)
+    tokenise(path, cfg, TagsCodec(build_tiny_tokenizer()), folder=folder, ranks=ranks)
 
 
 def arrays(rows: ConversationRows) -> list[tuple]:
@@ -140,7 +140,7 @@ def test_every_rank_names_the_first_bad_conversation_of_the_file(tmp_path):
 
 def _error(ranks, path, folder) -> str:
     with pytest.raises(UserError) as caught:
-        tokenise(path, CFG, TagsCodec(build_tiny_tokenizer()), folder, ranks)
+        tokenise(path, CFG, TagsCodec(build_tiny_tokenizer()), folder=folder, ranks=ranks)
     return str(caught.value)
 
 
@@ -155,7 +155,7 @@ def _refused(ranks, path, folder) -> str:
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system, please') }}{% endif %}"
     tokenizer.chat_template = refusal + tokenizer.chat_template
     with pytest.raises(UserError) as caught:
-        tokenise(path, CFG, TagsCodec(tokenizer), folder, ranks)
+        tokenise(path, CFG, TagsCodec(tokenizer), folder=folder, ranks=ranks)
     return str(caught.value)
 
 
@@ -190,7 +190,7 @@ def test_a_large_file_is_tokenised_and_read_in_little_memory(tmp_path):
         "ranks, codec = init_ranks(), TagsCodec(build_tiny_tokenizer())\n"
         "cfg = SFTDataConfig(train='x', max_tokens=500)\n"
         "def run(file, folder):\n"
-        "    rows = tokenise(file, cfg, codec, Path(folder), ranks)\n"
+        "    rows = tokenise(file, cfg, codec, folder=Path(folder), ranks=ranks)\n"
         "    return len(rows), sum(rows[i].num_tokens for i in range(0, len(rows), 97))\n"
         "run(sys.argv[2], sys.argv[2] + '.rows')\n"  # all that is imported late
         "before = peak(); num, _ = run(sys.argv[1], sys.argv[1] + '.rows'); print(num, peak() - before)\n"
