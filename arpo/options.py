@@ -1,7 +1,8 @@
 """The algorithm's config sections, from the rollout to the update. The defaults are the paper's 7B reasoning recipe.
 
-Each field's docstring is its `--help` text: unit, effect, special values; `Annotated` has its range and what it needs
-(config/facts.py). Scripts compose these sections, and those of config/sections.py, into their own root config.
+Each field's docstring is its `--help` text: unit, effect, special values. `Annotated` has its range, and the settings
+that it needs to have an effect (config/facts.py). Each script composes these sections, and those of config/sections.py,
+into its root config.
 """
 
 from __future__ import annotations
@@ -27,81 +28,84 @@ class RolloutConfig:
     max_response_tokens: Annotated[int, AtLeast(1)] = 4096
     """Budget of one trajectory: sampled tokens and tool results together."""
     max_tool_calls: Annotated[int, AtLeast(0)] = 3
-    """Calls after which a trajectory is told that it must answer (upstream: call_limit)."""
+    """Number of tool calls of a trajectory. After them it is told that it must answer (upstream: call_limit)."""
     max_calls_per_tool: tuple[str, ...] = ()
-    """Lower limits of single tools, like python=5. A further call is refused, but counts among max_tool_calls."""
+    """Lower limits for single tools, like python=5. A further call is refused, but counts in max_tool_calls."""
     max_result_tokens: Annotated[int, AtLeast(1)] = 1024
-    """Longer tool results are cut, with a visible mark. The results of one turn's calls share it."""
+    """Longer tool results are cut, with a visible mark. The results of one turn's calls share this budget."""
     answer_reserve_tokens: int = 256
-    """Tokens at the end of max_response_tokens that tool results leave free, so that an answer still fits."""
+    """Tokens at the end of max_response_tokens that tool results must leave free, so that an answer still fits."""
     context: str = "append"
-    """What the policy has before it in a turn: append = the prompt and all that it has sampled and read; strip_thoughts
-    = the same without the thoughts of earlier turns; summary = beyond context_tokens it is asked for notes, and goes on
-    behind the question and these; or your own, FILE.py:NAME. Each context may have max_response_tokens behind the
-    prompt; the response, which may be longer, is trained and rewarded as one."""
+    """What the model reads in each turn: append = the prompt and the conversation so far; strip_thoughts = the same
+    without the thoughts of earlier turns; summary = beyond context_tokens it is asked for notes, and continues from the
+    question and these notes; or custom, FILE.py:NAME. Each context may have max_response_tokens after the prompt. The
+    response may be longer; it is trained on and rewarded as one."""
     context_tokens: Annotated[int, AtLeast(0), CONDENSES] = 2048
-    """summary: tokens behind the prompt, beyond which the next result ends with the request for notes."""
+    """summary: number of tokens after the prompt. Beyond it, the next tool result ends with the request for notes."""
     note_tokens: Annotated[int, AtLeast(1), CONDENSES] = 192
-    """summary: sampled tokens of a note, at most. They need room in answer_reserve_tokens, with the request."""
+    """summary: most sampled tokens of a note. The request and the note must fit into answer_reserve_tokens."""
     max_trajectory_tokens: Annotated[int, AtLeast(1), RENEWS] = 16384
-    """Tokens of all contexts of a trajectory together, with the prompts in them: what training has in one row."""
+    """Tokens of all contexts of a trajectory together, including their prompts: the length of one row in training."""
     temperature: Annotated[float, AtLeast(0)] = 1.0
     """Sampling temperature; 0 = greedy."""
     top_p: Annotated[float, Between(0, 1), Needs("rollout.temperature", use=1.0)] = 1.0
-    """Nucleus sampling; 1 = off (the only value under which the rollout's logprobs are the policy's)."""
+    """Nucleus sampling; 1 = off. With any other value the rollout's logprobs are not those of the policy."""
     dispatch: Annotated[
         Literal["fixed", "pull"], Decides(sampling=False, when=("advantage.dead_groups", "resample"))
     ] = "fixed"
     """fixed = each rank samples an equal share of the prompts; pull = a rank takes the next prompt from a common queue
-    while it decodes fewer than engine.max_num_seqs trajectories, so that a slow rank takes fewer. The trajectories are
-    the same."""
+    as long as it decodes fewer than engine.max_num_seqs trajectories, so a slow rank takes fewer prompts. The
+    trajectories are the same."""
     carry_over: Annotated[int, AtLeast(0), OF_TRAINING] = 0
-    """Training: a step ends when enough groups are whole, and others go on under the newer policy, for so many steps at
-    most; then they are waited for. 0 = every step waits for all its groups."""
+    """Training: a step ends when enough groups are finished. The other groups continue under the newer policy, for at
+    most this number of steps; then the step waits for them. 0 = every step waits for all its groups."""
 
     @property
     def is_pulled(self) -> bool:
-        """True where ranks take prompts from a common queue."""
+        """True if ranks take prompts from a common queue."""
         return self.dispatch != "fixed"
 
     @property
     def call_limits(self) -> dict[str, int]:
-        """Limit of each tool that has its own. ("python=5",) -> {"python": 5}; ValueError for what cannot be read."""
+        """Tool -> limit. ("python=5",) -> {"python": 5}. Raises ValueError for another form."""
         limits = {}
-        for entry in self.max_calls_per_tool:
-            name, _, number = entry.partition("=")
-            if not name or not number.isdecimal():
-                raise ValueError(f"rollout.max_calls_per_tool: {entry!r} is not of the form NAME=N, like python=5")
-            limits[name] = int(number)
+        for text in self.max_calls_per_tool:
+            name, _, limit = text.partition("=")
+            if not name or not limit.isdecimal():
+                raise ValueError(f"rollout.max_calls_per_tool: {text!r} is not of the form NAME=N, like python=5")
+            limits[name] = int(limit)
         return limits
 
     @property
     def max_turns(self) -> int:
-        """Largest number of turns: one behind each call, and a note behind each, and the first."""
-        return 1 + self.max_tool_calls * (1 if self.context == "append" else 2)
+        """Largest number of turns: the first, and one after each call; unless context=append, also a note per call."""
+        turns_per_call = 1 if self.context == "append" else 2
+        return 1 + self.max_tool_calls * turns_per_call
 
     def __post_init__(self) -> None:
-        _ = self.call_limits  # which raises
+        _ = self.call_limits  # raises ValueError
         check_name("rollout.context", self.context, "protocol/contexts", "CONTEXTS")
 
 
-PER_NAT = 1.676  # 20 / ln 151,669: tokens in the released sum of entropies, Qwen2.5's vocabulary
-RELEASED_WEIGHT, RELEASED_BUDGET_WEIGHT = round(0.2 * PER_NAT, 4), round(0.5 * PER_NAT, 3)  # 0.3352 and 0.838 per nat
+PER_NAT = 1.676
+"""20 / ln 151,669. The released code sums the entropies of 20 tokens, and divides by ln V (Qwen2.5's vocabulary)."""
+RELEASED_WEIGHT = round(0.2 * PER_NAT, 4)  # 0.3352 per nat
+RELEASED_BUDGET_WEIGHT = round(0.5 * PER_NAT, 3)  # 0.838 per nat
 RETROSPECTIVE = names_of("retrospective", "EXPANSIONS")
 SELECTORS = ("evidence", "cfg"), ("group", "budget", "cfg", "rng")
-"""Parameters of a user's rule, which judges a tool result as it comes, and of a user's retrospective selector. Further
-ones must have defaults."""
+"""Parameters of a custom rule, which judges each tool result when it arrives, and of a custom retrospective selector.
+Further parameters must have defaults."""
 
 
 def is_retrospective(selector: str) -> bool:
-    """Return whether a value of branching.selector chooses its forks once all trajectories of a group have ended."""
+    """Return True if this branching.selector chooses forks after all trajectories of the group have ended."""
     if is_own(selector):
         return takes("branching.selector", selector, SELECTORS[1])
     return selector in RETROSPECTIVE
 
 
 def judges(*but: str, use: tuple[str, ...] = ("arpo", "aepo")) -> Needs:
-    """The need of a rule that judges each tool result as it comes, and is none of `but`."""
+    """Return the need for a selector that judges each tool result when it arrives, and is not in `but`."""
     return Needs("branching.selector", met=lambda s: s not in ("none", *but) and not is_retrospective(s), use=use)
 
 
@@ -114,40 +118,41 @@ PENALISED = judges("random", "arpo", use=("aepo",))
 
 @dataclass(frozen=True)
 class BranchingConfig:
-    """The rule by which a trajectory branches after a tool result (ARPO sec. 3, AEPO sec. 3)."""
+    """When and where trajectories branch (ARPO sec. 3, AEPO sec. 3)."""
 
     FACTS = (JUDGES,)
 
     selector: Annotated[str, ALWAYS_MATTERS] = "arpo"
     """arpo = entropy rise after a tool result; aepo = the same with a penalty for consecutive branches; random = always
-    `base`; none = never (plain GRPO); or your own, FILE.py:NAME. Chosen after all trajectories of the group have ended:
-    tree_grpo = any turn; at2po = the turns that the policy was least sure of; top_h = the turns after a tool result
-    with the highest entropy; or your own too: a function that begins with `group`."""
+    `base`; none = never (plain GRPO); or custom, FILE.py:NAME. Retrospective, after all trajectories of the group have
+    ended: tree_grpo = any turn; at2po = the turns with the least sure policy; top_h = the turns after a tool result
+    with the highest entropy; or custom: a function whose first parameter is `group`."""
     expansion_rounds: Annotated[int, AtLeast(1), EXPANDS] = 2
-    """Chosen afterwards: rounds of forks, of equal size. A later round knows how the ones before went on, and waits
-    until all their trajectories have ended."""
+    """Retrospective: number of rounds of forks, of equal size. Each round waits until all trajectories of the round
+    before have ended, and can use them."""
     num_initial_rollouts: Annotated[int, BRANCHES, Needs("branching.dynamic_budget", False)] = 8
     """Independent trajectories per prompt before branching; at most group_size; equal = plain GRPO."""
     threshold: Annotated[float | None, Between(0, 1), WEIGHED] = None
-    """None = branch with probability P (released code); else when P > this (the paper's tau)."""
+    """None = branch with probability P (released code); a number = branch if P is above it (the paper's tau)."""
     base: Annotated[float, Between(0, 1), JUDGES] = 0.5
-    """alpha: P(branch) where the entropy did not change."""
+    """alpha: P(branch) if the entropy does not change."""
     weight: Annotated[float, WEIGHED] = RELEASED_WEIGHT
-    """beta (gamma in AEPO): change of P per nat of entropy change. Default: the released 0.2, which acts on a sum over
-    20 tokens / ln V, per nat of the mean (x 20 / ln 151,669)."""
+    """beta (gamma in AEPO): change of P per nat of entropy change. Default: the released 0.2, converted. That applies
+    to a sum over 20 tokens / ln V, and this option to the mean in nats (x 20 / ln 151,669)."""
     max_branches_per_turn: Annotated[int, AtLeast(1)] = 1
     """Children per decision (upstream: beam_size - 1)."""
     entropy_tokens: Annotated[int, AtLeast(1), Needs("branching.compat", "paper")] = 20
-    """k: tokens after a tool result over which the entropy is averaged."""
+    """k: the entropy is the mean over this number of tokens after a tool result."""
     compat: Annotated[Literal["paper", "upstream"], ALWAYS_MATTERS] = "paper"
-    """paper = the exact entropy of the tokens after the result; upstream = as the released code: its sum over the top
-    10 of the tokens before the call (one round late), and aepo's gate with penalty, but with one counter per chain."""
+    """paper = the exact entropy of the tokens after the result; upstream = like the released code: the entropy's sum
+    over the top 10 of the tokens before the call (one round late), and aepo's gate with penalty, but with one counter
+    per chain."""
     dynamic_budget: bool = False
     """AEPO: split the group between roots and branches by the entropies of one pre-monitoring trajectory."""
     budget_weight: Annotated[float, AtLeast(0), Needs("branching.dynamic_budget", use=True)] = RELEASED_BUDGET_WEIGHT
-    """beta of the budget split's sigmoid, per nat. Default: the released 0.5, converted as `weight` is."""
+    """beta of the budget split's sigmoid, per nat. Default: the released 0.5, converted like `weight`."""
     consecutive_penalty: Annotated[float, AtLeast(0), PENALISED] = 0.05
-    """AEPO: P shrinks by this share per branching decision in a row on the chain."""
+    """AEPO: P is reduced by this share for each decision to branch in a row on the chain."""
 
     def __post_init__(self) -> None:
         check_name("branching.selector", self.selector, "branching", "RULES", *names_of("retrospective", "EXPANSIONS"))
@@ -169,32 +174,33 @@ GROUPS = Needs("advantage.kind", not_in=CRITICS, use=names_of("advantages", "GRO
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """The way in which rewards become advantages."""
+    """How rewards become advantages."""
 
     kind: str = "grpo"
-    """grpo = compare with the other trajectories of the prompt; gae = compare each token with a critic (PPO)."""
+    """grpo = compare a trajectory with the others of its prompt; gae = compare each token with a critic (PPO)."""
     tree: Annotated[str, GROUPS, BRANCHES] = "soft"
-    """soft = every token gets its trajectory's advantage; hard = one that trajectories share gets their mean. From the
-    rewards themselves: node = a token gets its turn's value, which is the mean over the turns that follow it in the
-    tree, and at the end the normalised reward (AT2PO); node_parent = that less the value of the turn before;
-    inter_intra = the trajectory's normalised reward among all of the prompt plus that in its own tree (Tree-GRPO)."""
+    """soft = every token gets its trajectory's advantage; hard = a token shared by several trajectories gets the mean
+    of their advantages. Directly from rewards: node = a token gets its turn's value, the mean over the next turns in
+    the tree, and at the end the normalised reward (AT2PO); node_parent = this value minus that of the turn before;
+    inter_intra = the reward normalised over the prompt's group, plus normalised over its root's tree (Tree-GRPO)."""
     normalize: Annotated[Literal["group", "batch", "none"], GROUPS] = "group"
-    """grpo: what a reward less its group's mean is divided by: group = the group's standard deviation; batch = that of
-    all loss tokens of the step, after taking off their mean (REINFORCE++ with baseline); none = nothing (Dr.GRPO)."""
+    """grpo: divisor of (reward - the group's mean): group = the group's standard deviation; batch = the standard
+    deviation over all loss tokens of the step, after their mean is subtracted (REINFORCE++ with baseline); none = 1
+    (Dr.GRPO)."""
     dead_groups: Annotated[Literal["keep", "drop", "resample"], GROUPS, Needs("loss.kl_in", "loss")] = "keep"
-    """Groups whose rewards are all equal: keep = their tokens count in the loss's mean; drop = leave them out;
-    resample = leave them out, and sample further prompts until the step is full of others (DAPO)."""
+    """Groups with equal rewards: keep = their tokens count in the loss's mean; drop = leave them out; resample = leave
+    them out, and sample further prompts until the step has enough other groups (DAPO)."""
     max_resample: Annotated[int, AtLeast(1), GROUPS, Needs("advantage.dead_groups", "resample")] = 2
-    """resample: further prompts of a step, at most this many times data.num_prompts_per_step. A step that is not full
-    then is trained on what there is."""
+    """resample: a step samples at most this number times data.num_prompts_per_step further prompts. If it still has too
+    few groups, it is trained on these."""
     gamma: Annotated[float, Between(0, 1), CRITIC] = 1.0
-    """gae: discount per sampled token; the tokens of tool results do not count."""
+    """gae: discount per sampled token. Tokens of tool results do not count."""
     lam: Annotated[float, Between(0, 1), CRITIC] = 1.0
     """gae: lambda; 1 = reward to go minus value, 0 = one-step temporal difference."""
 
     @property
     def needs_critic(self) -> bool:
-        """True where tokens are compared with a critic's values, and not trajectories with their group."""
+        """True if tokens are compared with a critic's values, instead of trajectories with their group."""
         return self.kind in names_of("advantages", "CRITIC_ESTIMATORS")
 
     def __post_init__(self) -> None:
@@ -204,7 +210,7 @@ class AdvantageConfig:
         check_name("advantage.tree", self.tree, "advantages", "TREE_CREDITS")
         from_rewards = self.tree in names_of("advantages", "FROM_REWARDS")
         require(
-            self.kind == "grpo" or self.needs_critic or not from_rewards,  # a critic's: see GROUPS
+            self.kind == "grpo" or self.needs_critic or not from_rewards,  # with a critic GROUPS refuses it
             f"advantage.tree={self.tree} starts from the rewards, so advantage.kind={self.kind} has no effect; "
             "set advantage.kind=grpo or advantage.tree=soft",
         )
@@ -216,16 +222,16 @@ class AdvantageConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The critic of advantage.kind=gae: a value head on its own model, trained as `optim` says, but at its own rate."""
+    """The critic of advantage.kind=gae: a second model with a value head, trained with `optim`, but at another rate."""
 
     FACTS = (CRITIC,)
 
     path: str = ""
-    """Model folder that the critic starts from, with the policy's tokenizer; empty = model.path."""
+    """Model folder of the critic at the start, with the policy's tokenizer; empty = model.path."""
     lr: Annotated[float, AtLeast(0)] = 1e-5
     """Peak learning rate of the critic."""
     warmup_steps: Annotated[int, AtLeast(0)] = 0
-    """Number of first steps in which only the critic learns."""
+    """Number of steps at the start in which only the critic is trained."""
 
 
 CLIPS = Needs("loss.kind", not_in=("reinforce",), use=("ppo", "gspo", "cispo"))
@@ -241,22 +247,22 @@ class LossConfig:
     """The policy loss."""
 
     kind: str = "ppo"
-    """ppo = clipped ratio of each token (GRPO's and AEPO's loss too); gspo = one clipped ratio per sequence (its paper:
-    clip_low 3e-4, clip_high 4e-4, aggregation sequence_mean_token_mean); cispo = clipped ratio as a constant weight of
-    the log-probability; reinforce = no ratio."""
+    """ppo = clipped ratio of each token (also the loss of GRPO and AEPO); gspo = one clipped ratio per sequence (its
+    paper: clip_low 3e-4, clip_high 4e-4, aggregation sequence_mean_token_mean); cispo = clipped ratio as a constant
+    weight of the log-probability; reinforce = no ratio."""
     ratio_over: Annotated[
         Literal["sequence", "turn"], Needs("loss.kind", not_in=("ppo", "cispo", "reinforce"), use="gspo")
     ] = "sequence"
-    """gspo: tokens that have one ratio, by the mean of their log-ratios: the response's, or each turn's (AT2PO:
+    """gspo: tokens with a common ratio, from the mean of their log-ratios: all of the response, or of a turn (AT2PO:
     clip_low 3e-3, clip_high 4e-3)."""
     clip_low: Annotated[float, AtLeast(0), CLIPS] = 0.2
     """Ratio clip below 1."""
     clip_high: Annotated[float, AtLeast(0), CLIPS] = 0.2
     """Ratio clip above 1."""
     dual_clip: Annotated[float | None, Needs("loss.kind", not_in=("gspo", "cispo", "reinforce"), use="ppo")] = 3.0
-    """ppo: largest ratio that counts where the advantage is negative (c in dual-clip PPO), above 1; None = no bound."""
+    """ppo: largest ratio for tokens with negative advantage (c in dual-clip PPO), above 1; None = no bound."""
     entropy_balanced_clipping: Annotated[bool, CLIPS_FROM_ABOVE] = False
-    """AEPO: tokens clipped from above keep a gradient of fixed size instead of none."""
+    """AEPO: tokens clipped at the upper bound keep a gradient of fixed size, instead of none."""
     entropy_balanced_advantage: bool = False
     """AEPO: scale advantages by 1 + weight * z(entropy)."""
     entropy_advantage_weight: Annotated[float, AtLeast(0), Needs("loss.entropy_balanced_advantage", use=True)] = 0.2
@@ -264,41 +270,42 @@ class LossConfig:
     entropy_advantage_max_z: Annotated[float | None, AtLeast(0), Needs("loss.entropy_balanced_advantage", use=True)] = (
         2.0
     )
-    """AEPO: largest z that counts, which bounds a token's factor; None = the paper's form, without a bound. It does
-    nothing where a fifth of the tokens or more are uncertain; a surer policy has a few tokens of z = 10 and more."""
+    """AEPO: upper bound of z, which bounds a token's factor; None = the paper's form, without a bound. The bound has no
+    effect if a fifth of the tokens or more are uncertain. A surer policy has a few tokens with z of 10 and more."""
     entropy_coefficient: float = 0.0
-    """Factor of the mean token entropy (nats), which is subtracted from the loss."""
+    """Coefficient of the mean token entropy (nats), which is subtracted from the loss."""
     entropy_target: Annotated[float | None, AtLeast(0)] = None
-    """Mean token entropy (nats) below which each step raises entropy_coefficient by 0.001, and above which it lowers
-    it, to 0 at least; None = it stays."""
+    """Target of the mean token entropy (nats): below it each step raises entropy_coefficient by 0.001, above it each
+    step lowers it, down to 0; None = entropy_coefficient is constant."""
     kl_coefficient: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the KL to the reference policy; 0 = no reference is loaded."""
     kl_estimator: Annotated[str, REFERENCE] = "k3"
-    """Estimator of the KL of a token, with d = logprob - reference logprob: k1 = d (for the reward: in the loss its
-    gradient averages to 0); abs = |d|; k2 = d^2 / 2; k3 = exp(-d) + d - 1, at most 10."""
+    """Estimator of a token's KL, with d = logprob - reference logprob: k1 = d (only for kl_in=reward: in the loss its
+    mean gradient is 0); abs = |d|; k2 = d^2 / 2; k3 = exp(-d) + d - 1, at most 10."""
     kl_in: Annotated[Literal["loss", "reward"], REFERENCE] = "loss"
-    """loss = add the KL to the policy loss; reward = subtract it from the reward, before there are advantages: of each
-    token under a critic, else of the trajectory, summed over its loss tokens."""
+    """loss = add the KL to the policy loss; reward = subtract it from the reward before advantages are computed: with a
+    critic from each token's reward, otherwise from the trajectory's, summed over its loss tokens."""
     reference: Annotated[str, REFERENCE] = ""
     """Model folder of the reference policy; empty = model.path, the policy before training."""
     offload_reference: Annotated[bool, MAY_CHANGE, REFERENCE] = False
-    """Keep the reference's weights in CPU memory and stream them to the GPU layer by layer (GPU only)."""
+    """Keep the reference's weights in CPU memory, and copy them to the GPU layer by layer (GPU only)."""
     aggregation: str = "token_mean"
     """Mean over the global mini-batch: token_mean, sequence_mean_token_sum or sequence_mean_token_mean."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """Denominator of the ratio: the trainer's own forward pass before the update, or vLLM's logprobs."""
+    """Denominator of the ratio: recompute = the trainer's forward pass before the update; rollout = vLLM's logprobs."""
     rollout_correction: Annotated[str, Needs("loss.old_logprobs", "recompute")] = "none"
-    """Weight of each token's loss by w = trainer's / vLLM's probability before the update: none = 1; tis = w, at most
-    correction_high; mis = w, but 0 outside [correction_low, correction_high]. sequence_tis, sequence_mis: the product
-    of w over the response instead, for all its tokens; geometric_tis, geometric_mis: their geometric mean."""
+    """Weight of each token's loss, with w = the trainer's / vLLM's probability before the update: none = 1; tis = w, at
+    most correction_high; mis = w, but 0 outside [correction_low, correction_high]. sequence_tis and sequence_mis use
+    the product of w over the response for all its tokens; geometric_tis and geometric_mis the geometric mean."""
     correction_low: Annotated[float, AtLeast(0), MASKS] = 0.5
-    """All kinds of mis: smallest weight that counts, 0 to 1. A geometric mean hardly leaves 1: take 0.999 there."""
+    """mis, sequence_mis, geometric_mis: smaller weights become 0; from 0 to 1. For geometric_mis take 0.999, since a
+    geometric mean is always close to 1."""
     correction_high: Annotated[
         float,
         Between(0, inf),
         Needs("loss.rollout_correction", not_in=("none",), use=CORRECTIONS),
     ] = 2.0
-    """Largest weight, at least 1; for a geometric mean take 1.001."""
+    """Largest weight, at least 1. For a geometric mean take 1.001."""
 
     def __post_init__(self) -> None:
         check_name("loss.kind", self.kind, "losses", "TOKEN_LOSSES")

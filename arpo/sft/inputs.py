@@ -1,4 +1,4 @@
-"""Checks the files that train_sft.py's options name, before torch is imported (see arpo/start/inputs.py)."""
+"""Checks the files of train_sft.py's options before torch is imported (see arpo/start/inputs.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arpo.start.inputs import NUM_ROWS, check_run
 
 
 def check_sft(cfg: Any) -> None:
-    """Raise UserError for the first file of train_sft.py's config that is missing, or whose first rows are useless."""
+    """Raise UserError if a file of train_sft.py's config is missing, or if its first rows cannot be used."""
     check_model_folder(cfg.model.path)
     for path in filter(None, (cfg.data.train, cfg.data.valid)):
         parse = form_of(cfg.protocol.format).parse_row
