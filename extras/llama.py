@@ -46,7 +46,7 @@ def call_body(text: str) -> str | None:
 
 
 class LlamaCodec(TemplateCodec):
-    """Codec for models whose chat template lists tools, and has a call as JSON that is the whole turn."""
+    """Codec for chat templates that list tools and write a call as JSON, without other text in the turn."""
 
     format = "extras/llama.py:LLAMA"
     call_form = 'a call as a turn of {"name": ..., "parameters": {...}} alone'

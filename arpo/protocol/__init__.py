@@ -1,14 +1,15 @@
 """Text between model and tools: the forms of calls, schemas of tools, system prompts, and their tokens.
 
-A form of calls is one file here and one line in `FORMS`, or a file of yours (`protocol.format FILE.py:NAME`, as
-extras has one). It makes a `Form` (form.py), all that the project knows of it, of
+A form of calls is one file here and one line in `FORMS`, or a file of yours (`protocol.format FILE.py:NAME`; extras has
+an example). The file makes a `Form` (form.py). The rest of the code knows only its three parts:
 
-    a codec     the tokens. Where the chat template writes calls and results, a `TemplateCodec` with three short methods
-    rules       `FormatRules`: what is well-formed, and where the answer stands; the reward and the grader ask it
-    parse_row   what an SFT file's calls become
+    codec       text to tokens and back. If the chat template writes calls and results: a `TemplateCodec` with three
+                short methods
+    rules       `FormatRules`: is a response well-formed, and where is its answer? Reward and grader use them
+    parse_row   converts the calls of an SFT file
 
-Names and arguments are checked by `checked_call` (calls.py), so that errors, records and caches are the same in all
-forms. A form whose arguments are no JSON turns them into the types of the tool's schema first.
+All forms check names and arguments with `checked_call` (calls.py), so errors, records and caches do not depend on the
+form. A form without JSON first converts its arguments to the types of the tool's schema.
 """
 
 from arpo.config.named import find
@@ -30,6 +31,11 @@ FORMS: dict[str, Form] = {
 
 
 def form_of(name: str) -> Form:
-    """Return the form of calls that protocol.format names. One of a user's file stands in FORMS from then on, so that
-    records may name it: what a stranger's record says is looked up there, and never imported."""
-    return FORMS.setdefault(name, instance(find("protocol.format", name, FORMS), f"protocol.format={name}", Form))
+    """Return the form of calls with this name (protocol.format).
+
+    A form from a user's file is added to FORMS, so that records may name it. The name in a record may come from a
+    stranger: it is only looked up in FORMS, and never imported.
+    """
+    if name not in FORMS:
+        FORMS[name] = instance(find("protocol.format", name, FORMS), f"protocol.format={name}", Form)
+    return FORMS[name]

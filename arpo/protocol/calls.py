@@ -1,4 +1,4 @@
-"""What the forms of calls share: a parsed call, what the model is told of a wrong one, and results as plain text."""
+"""Shared by all forms of calls: a parsed call, the error messages that the model reads, and escaped results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from arpo.protocol.schema import ToolSchema, argument_of, check_arguments, read_json
 
 UNKNOWN = "unknown"
-"""Tag of a call that names none of the tools: what a model may make up is no name for a metric."""
+"""Tag of a call that names no tool. An invented name must not become the name of a metric."""
 MAX_NAME_CHARS = 60
 
 TRUNCATION_MARK = "\n[... result truncated]"
@@ -26,7 +26,7 @@ EMPTY_CALL = 'Error: the argument "{argument}" of {tool} is empty.'
 
 @dataclass(frozen=True)
 class Call:
-    """A parsed tool call. Only a malformed one has an `error_kind`, and an `error` that tells the model the mistake."""
+    """A parsed tool call. A malformed call has an `error_kind`, and an `error` that the model reads."""
 
     argument: str
     error_kind: str | None = None
@@ -36,19 +36,21 @@ class Call:
 
 
 def escape_tags(text: str, tags: tuple[str, ...]) -> str:
-    """Make these tags plain text: no tokenizer that has a token for one of them takes it for that."""
+    """Escape these tags, so that no tokenizer takes one of them for a special token."""
     return tag_pattern(tags).sub(r"&lt;\1\2&gt;", text)
 
 
 @cache
 def tag_pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern of an opening or closing tag, with groups "" or "/" and the name; no tags = no match."""
+    """Return a pattern for an opening or closing tag. Groups: "" or "/", and the name. Without tags: no match."""
     return re.compile(rf"<(/?)({'|'.join(map(re.escape, tags)) or '(?!)'})>")
 
 
 def read_call(body: str, offered: Mapping[str, ToolSchema], key: str, a_call: str) -> Call:
-    """Return the call that a JSON text is, or what is wrong with it. `a_call` shows a right one, with its arguments
-    under `key`."""
+    """Parse a call in JSON. A malformed call is returned with its error.
+
+    key: name of the arguments' field. a_call: a correct call, for the error messages.
+    """
     try:
         call = read_json(body)
     except ValueError as error:
@@ -59,13 +61,14 @@ def read_call(body: str, offered: Mapping[str, ToolSchema], key: str, a_call: st
 
 
 def checked_call(body: str, name: str, arguments: Any, offered: Mapping[str, ToolSchema]) -> Call:
-    """Return the call of a tool, or what is wrong with it; `body` is what the model wrote."""
+    """Check name and arguments of a call. A wrong call is returned with its error. body: the model's text."""
     if name not in offered:
-        shown = json.dumps(name[:MAX_NAME_CHARS])
-        error = UNKNOWN_TOOL.format(name=shown, tools=", ".join(offered) or "none")
+        quoted = json.dumps(name[:MAX_NAME_CHARS])
+        error = UNKNOWN_TOOL.format(name=quoted, tools=", ".join(offered) or "none")
         return Call(body.strip(), "unknown_tool", error, UNKNOWN)
     schema = offered[name]
-    if error := check_arguments(schema, arguments):
+    error = check_arguments(schema, arguments)
+    if error:
         return Call(body.strip(), "bad_arguments", error, name)
     argument = dedented(argument_of(schema, arguments)).strip()
     if not argument:
@@ -74,7 +77,7 @@ def checked_call(body: str, name: str, arguments: Any, offered: Mapping[str, Too
 
 
 def dedented(text: str) -> str:
-    r"""Remove the first line's indentation from all lines, if all have it: so that evenly indented code stays code.
+    r"""Remove the first line's indentation from all lines, if all lines have it. Evenly indented code stays valid.
 
     >>> dedented("\n    if x:\n        y\n"), dedented("  a\nb")
     ('\nif x:\n    y\n', '  a\nb')
@@ -88,7 +91,7 @@ def dedented(text: str) -> str:
 
 
 def name_of_call(body: str, key: str) -> str | None:
-    """Return the name in a JSON text that is a whole call, with an object under the key; None for any other text."""
+    """Return the name of a complete call in JSON, with an object under the key. Return None for any other text."""
     try:
         call = read_json(body)
     except ValueError:
@@ -97,12 +100,14 @@ def name_of_call(body: str, key: str) -> str | None:
 
 
 def _unpacked(arguments: Any) -> Any:
-    """Return arguments, which Granite 4 writes as JSON in a text, as an object. What is no object stays as it is."""
+    """Return arguments as an object if they are a JSON text of an object (as from Granite 4), otherwise unchanged."""
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        found = read_json(arguments) if isinstance(arguments, str) else arguments
+        value = read_json(arguments)
     except ValueError:
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _is_call(value: object, key: str) -> bool:

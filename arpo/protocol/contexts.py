@@ -1,17 +1,19 @@
-"""Context policies (rollout.context): what the policy has before it in a turn, where all before would be too much.
+"""Context policies (rollout.context): the text that the model reads in each turn, if all before would be too long.
 
-A response is one list of tokens, whatever the policy had before it while it sampled them. Under `append` that is the
-prompt and all before. Another policy may put a new context in the prompt's place after a turn (Trajectory.contexts):
+A response is one list of tokens. Under `append` the model reads the prompt and the whole response so far. Another
+context policy may replace the prompt by a new context after a turn (Trajectory.contexts):
 
-    prompt | turn 0, result, turn 1, result + request, note        a first sequence
-    prompt with the note | turn 3, result, turn 4                  a second one, of the same response
+    prompt | turn 0, result, turn 1, result + request, note        the first sequence
+    prompt with the note | turn 3, result, turn 4                  the second sequence of the same response
 
-There is one reward, and one row of advantages, for all of it; each token is trained behind what it was sampled behind,
-and what sequences share is computed once (tree.py). A branch has its parent's contexts up to the place of the fork.
+The response has one reward, and one row of advantages. Each token is trained after the same tokens it was sampled
+after, and shared tokens are computed once (tree.py). A branch has its parent's contexts up to the fork.
 
-A policy is a function that is called after each turn (of a call: once that is answered). It returns None (go on; after
-an answer: end), the token ids of a new context, or, after a call, a text that asks for a note: it stands behind the
-newest result, and the next turn is the note.
+A context policy is a function, called after each turn (after a call: once its results are there). It returns
+
+    None          go on after all that was read; after an answer: end
+    token ids     a new context
+    a text        after a call: a request for a note. The text follows the newest result, and the next turn is the note
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class ContextEvidence:
-    """Everything that a context policy may look at."""
+    """The input of a context policy."""
 
     prompt: Prompt
     trajectory: Trajectory
-    """The response so far; its last turn has ended, and its results, if it has any, are there."""
+    """The response so far. Its last turn has ended, and includes its results if it has calls."""
     num_tokens: int
-    """Number of tokens that the policy has before it now, less those of the prompt."""
+    """Number of tokens in the model's context now, without the prompt."""
     codec: Codec
     cfg: RolloutConfig
 
@@ -58,50 +60,58 @@ class ContextEvidence:
 
     @property
     def is_answer(self) -> bool:
-        """True where the turn called nothing, and is no note."""
+        """True if the turn has no calls and is no note."""
         return not self.turn.tool_calls and not self.turn.is_note
 
     def text(self, turn: Turn) -> str:
-        """Return what the policy wrote in a turn, without special tokens other than tags."""
+        """Return the model's text of a turn, without special tokens other than tags."""
         return self.codec.decode(self.trajectory.token_ids[turn.start : turn.end])
 
-    def asked(self, question: str) -> list[int]:
+    def prompt_with(self, question: str) -> list[int]:
         """Return the tokens of the prompt with another text in its last message."""
         *before, last = self.prompt.messages
         return self.codec.render_prompt([*before, {**last, "content": question}], self.prompt.tools)
 
 
 def append(evidence: ContextEvidence) -> None:
-    """Go on behind all that was sampled and read."""
+    """Go on after the prompt and the whole response so far."""
 
 
 def strip_thoughts(evidence: ContextEvidence) -> list[int] | None:
-    """Leave the thoughts of earlier turns out, as chat templates of reasoning models do (R1, QwQ; Qwen3's where a new
-    question follows), so that the policy reads in training what a server of the finished model lets it read. The rest
-    of these turns is encoded anew, as a server does it."""
+    """Leave out the thoughts of earlier turns, as chat templates of reasoning models do (R1, QwQ; Qwen3's after a new
+    question).
+
+    So the model reads the same context in training and on a server later. The rest of each turn is encoded again, as on
+    a server.
+    """
     if evidence.is_answer:
         return None
-    token_ids, trajectory, codec = list(evidence.prompt.token_ids), evidence.trajectory, evidence.codec
+    trajectory = evidence.trajectory
+    codec = evidence.codec
+    token_ids = list(evidence.prompt.token_ids)
     for turn in trajectory.turns:
-        opened, size = codec.opened(token_ids)
+        opened, num_opened_tokens = codec.opened_thought(token_ids)
         text = _THOUGHT.sub("", opened + evidence.text(turn))
         sampled = trajectory.token_ids[turn.start : turn.end]
-        end = [token for token in sampled[-1:] if not codec.decode([token])]  # the turn's end token, which has no text
-        before = codec.tokenizer.decode(token_ids[:-size] if size else token_ids)
-        token_ids[len(token_ids) - size :] = codec.encode(text, before) + end
+        end = [token for token in sampled[-1:] if not codec.decode([token])]  # an end token has no text
+        # The prompt's <think> belongs to the thought, so it is left out too.
+        del token_ids[len(token_ids) - num_opened_tokens :]
+        before = codec.tokenizer.decode(token_ids)
+        token_ids += codec.encode(text, before) + end
         token_ids += trajectory.token_ids[turn.end : turn.result_end]
     return token_ids
 
 
 def summary(evidence: ContextEvidence) -> list[int] | str | None:
-    """Once the context has more than rollout.context_tokens, ask for notes, and go on behind the question and these."""
+    """Once the context has more than rollout.context_tokens, ask for notes, and go on after question and notes."""
     return take_notes(evidence, REQUEST, NOTES)
 
 
 def take_notes(evidence: ContextEvidence, request: str, heading: str) -> list[int] | str | None:
-    """Do what `summary` does in words of one's own: the request, and what stands between question and notes."""
+    """Do the same as `summary` with a custom request, and a custom heading between question and notes."""
     if evidence.turn.is_note:
-        return evidence.asked(evidence.question + heading + evidence.text(evidence.turn).strip())
+        note = evidence.text(evidence.turn).strip()
+        return evidence.prompt_with(evidence.question + heading + note)
     is_full = not evidence.is_answer and evidence.num_tokens > evidence.cfg.context_tokens
     return request if is_full else None
 
@@ -115,17 +125,17 @@ CONTEXTS: dict[str, Callable[[ContextEvidence], list[int] | str | None]] = {
 
 
 def next_context(evidence: ContextEvidence) -> list[int] | str | None:
-    """Return what the context policy of the config says. Raises UserError where one of the user's returns neither token
-    ids nor a text nor None."""
-    name, codec = evidence.cfg.context, evidence.codec
-    found = ask("rollout.context", name, CONTEXTS, evidence)
-    if found is None:
+    """Return the result of the config's context policy. Raises UserError if a custom policy returns anything but token
+    ids, a text or None."""
+    name = evidence.cfg.context
+    result = ask("rollout.context", name, CONTEXTS, evidence)
+    if result is None:
         return None
-    if isinstance(found, str):
-        return whole_text(found)
-    # A model may have sampled ids beyond the tokenizer's (padded vocabularies).
-    high = max(codec.vocab_size - 1, *evidence.trajectory.token_ids)
-    token_ids = integers(found, f"rollout.context={name}: the token ids of the new context", high)
+    if isinstance(result, str):
+        return whole_text(result)
+    # Models with a padded vocabulary may sample ids that the tokenizer does not have.
+    max_id = max(evidence.codec.vocab_size - 1, *evidence.trajectory.token_ids)
+    token_ids = integers(result, f"rollout.context={name}: the token ids of the new context", max_id)
     if not token_ids:
         raise UserError(f"rollout.context={name} returned no token ids; return None to go on behind all that was read")
     return token_ids

@@ -1,4 +1,4 @@
-"""What a form of calls is made of."""
+"""The parts of a form of calls."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from arpo.protocol.messages import Conversation
 
 @dataclass(frozen=True)
 class Form:
-    """One value of protocol.format: all that depends on how a model writes its calls."""
+    """One value of protocol.format: everything that depends on the way a model writes calls."""
 
     codec: type[Codec]
-    """Turns the form's text into tokens and back; made of (tokenizer, tools=, enable_thinking=)."""
+    """Turns the form's text into tokens and back. Constructed with (tokenizer, tools=, enable_thinking=)."""
     rules: FormatRules
-    """What is well-formed, where the answer stands, and which runs of a bare text are results."""
+    """Decides if a response is well-formed, where its answer is, and which parts of a bare text are results."""
     parse_row: Callable[[dict], list[dict[str, str]] | Conversation]
-    """Row of an SFT file -> the conversation that the codec renders. Raises BadRow."""
+    """Row of an SFT file -> conversation for the codec. Raises BadRow."""
     template_lists_tools: bool = True
-    """Whether the chat template presents the tools. Then the codec takes their schemas; else it takes their names, and
-    it is our system prompt that speaks of them."""
+    """True = the chat template lists the tools, and the codec takes their schemas. False = our system prompt lists
+    them, and the codec takes their names."""

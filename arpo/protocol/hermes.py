@@ -5,8 +5,8 @@ r"""Calls as JSON in <tool_call> blocks, one or more to a turn: the form of Herm
     {"name": "search", "arguments": {"query": "Paris"}}
     </tool_call>
 
-A turn ends with the model's end token. A turn without a block is the final answer. What follows a turn with calls, that
-is their results and the begin of the next turn, is the chat template's to write: see template_codec.py.
+A turn ends with the model's end token. A turn without a block is the final answer. After a turn with calls the chat
+template writes the results and the start of the next turn: see template_codec.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from arpo.protocol.calls import UNKNOWN, Call, name_of_call, read_call
 from arpo.protocol.form import Form
 from arpo.protocol.format_rules import FormatRules, Segments, has_unpaired_think, last_turn
-from arpo.protocol.messages import BadRow, Conversation, parse_turns, whole_call
+from arpo.protocol.messages import BadRow, Conversation, parse_call_object, parse_turns
 from arpo.protocol.schema import ToolSchema, read_json
 from arpo.protocol.template_codec import QUESTION, TemplateCodec
 
@@ -28,14 +28,15 @@ A_CALL = '{"name": the name of a tool, "arguments": {...}}'
 UNCLOSED_CALL = f"Error: the call is cut off. Write {A_CALL} and close the tool_call tag."
 
 BLOCKS = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-"""Thoughts, and calls with groups 1 (what is in them) and 2 (the closing tag), one after the other."""
-RESPONSE, END = "<tool_response>", "</tool_response>"
+"""A thought, or a call with groups 1 (its content) and 2 (the closing tag)."""
+RESPONSE = "<tool_response>"
+END = "</tool_response>"
 _RESULT = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
 _ERROR = re.compile(r'\s*(?:\{"name": "[^"]*", "content": ")?Error')  # some templates write results as JSON too
 
 
 def call_bodies(text: str) -> list[tuple[str, bool]]:
-    """Return (text, whether it is closed) of a turn's <tool_call> blocks. What a thought contains is none.
+    """Return (content, is closed) of each <tool_call> block of a turn. Blocks within thoughts do not count.
 
     >>> call_bodies("<think>a <tool_call></think><tool_call>{}</tool_call><tool_call>{")
     [('{}', True), ('{', False)]
@@ -44,7 +45,7 @@ def call_bodies(text: str) -> list[tuple[str, bool]]:
 
 
 class HermesCodec(TemplateCodec):
-    """Codec for models whose chat template lists tools, and has calls as JSON in <tool_call> blocks."""
+    """Codec for chat templates that list tools and write calls as JSON in <tool_call> blocks."""
 
     format = "hermes"
     call_form = "calls as <tool_call> JSON </tool_call>"
@@ -57,7 +58,7 @@ class HermesCodec(TemplateCodec):
 
     @staticmethod
     def parse_body(body: str, is_closed: bool, offered: Mapping[str, ToolSchema]) -> Call:
-        """Parse one block. Whole JSON whose closing tag is missing is a call, as vLLM's parser has it too."""
+        """Parse one block. Complete JSON without a closing tag is a call, as for vLLM's parser."""
         if not is_closed:
             try:
                 read_json(body)
@@ -67,27 +68,30 @@ class HermesCodec(TemplateCodec):
 
     def _with_calls(self, text: str, message: dict[str, Any]) -> str:
         asked = self._template([QUESTION], generation=False)
-        alone, behind = (
-            self._template([QUESTION, {**message, "content": said}], generation=False).removeprefix(asked)
-            for said in ("", text)
-        )
-        opening = alone.index("<tool_call>")
-        calls = alone[opening : alone.rindex(self.tokenizer.eos_token)]
-        before = behind.rpartition(calls)[0]
-        space = before[len(before.rstrip()) :]  # one line break of Qwen3's template, two of Qwen3.5's
+        without_text = self._template([QUESTION, {**message, "content": ""}], generation=False).removeprefix(asked)
+        start = without_text.index("<tool_call>")
+        calls = without_text[start : without_text.rindex(self.tokenizer.eos_token)]
         if text:
+            with_text = self._template([QUESTION, {**message, "content": text}], generation=False).removeprefix(asked)
+            before, _, _ = with_text.rpartition(calls)
+            space = before[len(before.rstrip()) :]  # Qwen3's template writes one line break, Qwen3.5's two
             return text.rstrip() + space + calls
-        # Bielik's template writes a line break between its header and a call without a text: so does the model
+        # Bielik's template writes a line break between its header and a call without a text. So the model writes it.
         header = self._template([QUESTION], generation=True).removeprefix(asked)
-        lead = alone[len(header) : opening] if alone.startswith(header) else ""
-        return ("" if lead.strip() else lead.removeprefix(self._before_answer)) + calls
+        lead = without_text[len(header) : start] if without_text.startswith(header) else ""
+        if lead.strip():
+            return calls
+        return lead.removeprefix(self._before_answer) + calls
 
 
 class HermesRules(FormatRules):
-    """Besides what `FormatRules` says: every block is closed, holds an object with a name and arguments, and was
-    answered; no tag of results is from the model's own pen."""
+    """Rules of calls in JSON.
 
-    # One lazy span over all results of a turn: a pattern that repeated per result could part them in ever more ways.
+    Every block is closed, contains an object with a name and arguments, and has a result. The model writes no tag of
+    results. `FormatRules` has the other rules.
+    """
+
+    # One lazy span over all results of a turn. With a repetition per result, backtracking would take exponential time.
     results = re.compile(
         r"(?<=</tool_call>)\s*+(?:user|tool)?\s*+<tool_response>\n.*?\n</tool_response>\s*assistant\n", re.DOTALL
     )
@@ -96,7 +100,8 @@ class HermesRules(FormatRules):
         return BLOCKS.sub("", last_turn(segments))
 
     def turn_error(self, text: str, has_result: bool, tools: Sequence[str]) -> str:
-        outside, bodies = BLOCKS.sub("", text), call_bodies(text)
+        outside = BLOCKS.sub("", text)
+        bodies = call_bodies(text)
         thoughts = [match[0] for match in BLOCKS.finditer(text) if match[1] is None]
         if has_unpaired_think(outside, thoughts):
             return "unpaired_think"
@@ -115,18 +120,19 @@ class HermesRules(FormatRules):
         for (text, by_model), (results, _) in pairwise(segments):
             if by_model:
                 for (body, _), result in zip(call_bodies(text), _RESULT.findall(results), strict=False):
-                    if (name := self.name_of(body)) and not _ERROR.match(result):
+                    name = self.name_of(body)
+                    if name and not _ERROR.match(result):
                         answered.add(name)
         return answered
 
     @staticmethod
     def name_of(body: str) -> str | None:
-        """Return the name of the tool that a well-formed block calls; None for any other."""
+        """Return the name of the called tool, or None if the block is malformed."""
         return name_of_call(body, "arguments")
 
 
 def names_in(text: str) -> list[str]:
-    """Return the names of the calls in blocks of a text; "unknown" for a malformed one."""
+    """Return the names of the calls in a text's blocks; "unknown" for a malformed call."""
     names = []
     for body, _ in call_bodies(text):
         try:
@@ -137,57 +143,69 @@ def names_in(text: str) -> list[str]:
 
 
 def parse_row(row: dict, names_of: Callable[[str], list[str]] = names_in) -> Conversation:
-    """Parse an SFT conversation of any style, whose calls stay what they are: fields, or text in blocks. Raises BadRow.
+    """Parse an SFT conversation of any style. Calls stay in fields, or in blocks of text. Raises BadRow.
 
-    A row may bring its own functions in `tools` (OpenAI's form or bare, as a list or as its JSON); else those of
-    data.tools are listed, unless the system message lists some itself. `names_of` returns the names of the calls in a
-    text.
+    A row may have its functions in `tools` (in OpenAI's form or bare, as a list or as JSON of a list). Otherwise the
+    functions of data.tools are listed, unless the system message lists tools itself. names_of: returns the names of the
+    calls in a text.
     """
     messages: list[dict[str, Any]] = []
-    names, ids = [], []  # of the newest calls
-    for role, group in groupby(parse_turns(row, _turn), key=lambda message: message["role"]):
+    call_names: list[str] = []  # of the newest turn with calls
+    call_ids: list[str | None] = []
+    for role, group in groupby(parse_turns(row, _split_results), key=lambda message: message["role"]):
         turns = list(group)
-        found = [message.pop("ids", []) for message in turns]
+        ids_of_turns = [message.pop("ids", []) for message in turns]
         if role == "assistant":
             calls = turns[-1].get("tool_calls")
-            names = [call["name"] for call in calls] if calls else names_of(turns[-1]["content"])
-            ids = found[-1]
+            call_names = [call["name"] for call in calls] if calls else names_of(turns[-1]["content"])
+            call_ids = ids_of_turns[-1]
         elif role == "tool":
-            turns = _in_order(turns, [one for [one] in found], names, ids)
+            result_ids = [result_id for [result_id] in ids_of_turns]
+            turns = _in_call_order(turns, result_ids=result_ids, call_ids=call_ids, call_names=call_names)
         messages += turns
     tools = row.get("tools")
     return Conversation(messages, _functions(row.get("functions") if tools is None else tools))
 
 
-def _in_order(
-    results: list[dict[str, Any]], given: list[str | None], names: list[str], ids: list[str | None]
+def _in_call_order(
+    results: list[dict[str, Any]],
+    *,
+    result_ids: list[str | None],
+    call_ids: list[str | None],
+    call_names: list[str],
 ) -> list[dict[str, Any]]:
-    """Return the results of a turn's calls, with their names, in the order of the calls, as those of a rollout are.
+    """Return the results of a turn's calls, with names, in the order of the calls (as in a rollout).
 
-    `given` are the ids of calls that the results name, `names` and `ids` those of the calls. Raises BadRow where there
-    is not one result for each call.
+    result_ids: the call id in each result. Results without ids are ordered by name. If names are missing or not unique,
+    the order stays. Raises BadRow unless each call has one result.
     """
-    if len(results) != len(names):
-        raise BadRow(f"{len(names)} calls have {len(results)} results; each call has one")
-    for key, found, wanted in (
-        ("tool_call_id", given, ids),
-        ("name", [result.get("name") for result in results], names),
+    if len(results) != len(call_names):
+        raise BadRow(f"{len(call_names)} calls have {len(results)} results; each call has one")
+    result_names = [result.get("name") for result in results]
+    for key, of_results, of_calls in (
+        ("tool_call_id", result_ids, call_ids),
+        ("name", result_names, call_names),
     ):
-        if None in found or None in wanted or "unknown" in wanted or len({*wanted}) < len(wanted) or not wanted:
+        is_complete = of_calls and None not in of_results and None not in of_calls and "unknown" not in of_calls
+        if not is_complete or len({*of_calls}) < len(of_calls):
             continue
-        if sorted(found) != sorted(wanted):
-            raise BadRow(f"{key} of the results is {found}, but the calls have {wanted}; each call has one result")
-        results = [results[found.index(one)] for one in wanted]
+        if sorted(of_results) != sorted(of_calls):
+            raise BadRow(
+                f"{key} of the results is {of_results}, but the calls have {of_calls}; each call has one result"
+            )
+        results = [results[of_results.index(value)] for value in of_calls]
         break
-    for name, result in zip(names, results, strict=True):
+    for name, result in zip(call_names, results, strict=True):
         result.setdefault("name", name)
     return results
 
 
-def _turn(message: dict[str, Any]) -> list[dict[str, Any]]:
-    if calls := message.get("tool_calls"):
+def _split_results(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a message as one message per result, with the `ids` of its calls. Other messages stay one message."""
+    calls = message.get("tool_calls")
+    if calls:
         ids = [str(call["id"]) if call.get("id") else None for call in calls if isinstance(call, dict)]
-        return [{**message, "tool_calls": [whole_call(call) for call in calls], "ids": ids}]
+        return [{**message, "tool_calls": [parse_call_object(call) for call in calls], "ids": ids}]
     if message["role"] != "tool":
         return [message]
     call_id = message.pop("tool_call_id", None)
@@ -196,10 +214,10 @@ def _turn(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _results(text: str) -> list[str]:
-    """Return the results of a message that has them in <tool_response> blocks, else its text alone."""
+    """Return the results in the <tool_response> blocks of a message. A text without blocks is one result."""
     if not (text.strip().startswith(RESPONSE) and text.strip().endswith(END)):
         return [text]
-    return [part.partition(END)[0].strip("\n") for part in text.split(RESPONSE)[1:]]
+    return [block.partition(END)[0].strip("\n") for block in text.split(RESPONSE)[1:]]
 
 
 def _functions(tools: object) -> list[dict] | None:
@@ -207,7 +225,7 @@ def _functions(tools: object) -> list[dict] | None:
         try:
             tools = json.loads(tools)
         except ValueError:
-            return None  # names, as questions have them
+            return None  # a list of names, as in files of questions
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         return None
     if not all(isinstance(tool.get("function", tool).get("name"), str) for tool in tools):

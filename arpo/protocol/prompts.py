@@ -1,4 +1,4 @@
-"""The default system prompt, made of what each tool says about itself, and putting it into a conversation."""
+"""The default system prompt, built from the tools' introductions, and its place in a conversation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _EXAMPLE_END = r"<answer> The final answer is \[ \boxed{42} \] </answer>"
 
 
 def default_system_prompt(tools: Sequence[About], listed: Sequence[ToolSchema] = ()) -> str:
-    r"""Return the protocol's own system prompt, for these tools in this order.
+    r"""Return the default system prompt for these tools, in this order.
 
-    `listed` are tools that are introduced by their schemas, in a list at the end.
+    listed: tools without an introduction. Their schemas are listed at the end.
 
     >>> default_system_prompt([About("a clock", "to know the time, write <clock> UTC </clock>", "...")])[73:144]
     'with the help of a clock.\nThink inside <think> </think>. To know the ti'
@@ -27,9 +27,10 @@ def default_system_prompt(tools: Sequence[About], listed: Sequence[ToolSchema] =
     if listed:
         call = f"<{listed[0].name}> {example_call(listed[0])} </{listed[0].name}>"
         usage = f"to call a tool of the list, write its arguments between its tags, like {call}"
-        example = "" if tools else f"{call} <result> 42 </result>"  # those of other tools are enough
+        example = "" if tools else f"{call} <result> 42 </result>"  # the examples of other tools are enough
         tools = [*tools, About("the tools listed at the end", usage, example)]
-    nouns = " and ".join(filter(None, (", ".join(tool.noun for tool in tools[:-1]), tools[-1].noun)))
+    *others, last = [tool.noun for tool in tools]
+    nouns = f"{', '.join(others)} and {last}" if others else last
     usage = "; ".join(tool.usage for tool in tools)
     example = "<think> what follows </think>".join(tool.example for tool in tools if tool.example)
     return (
@@ -42,27 +43,30 @@ def default_system_prompt(tools: Sequence[About], listed: Sequence[ToolSchema] =
 
 
 def json_system_prompt(tools: Sequence[str]) -> str:
-    """Return the system prompt for calls in JSON. The chat template lists the tools, so it names none."""
+    """Return the system prompt for calls in JSON. It names no tool, since the chat template lists them."""
     call = " Call tools wherever they help." if tools else ""
     return f"You are a helpful assistant that solves the given question step by step.{call} {BOX_RULE}"
 
 
 def _listing(schema: ToolSchema) -> str:
-    r"""Return the entry of a tool in the list: a call, what the tool does, and what it takes.
+    r"""Return a tool's entry in the list: a call, the description, and the arguments.
 
     >>> _listing(ToolSchema("now", "Tell the time.", {"type": "object", "properties": {}}))
     '\n\n<now> {} </now>\nTell the time.\nArguments, as a JSON schema: {"type": "object", "properties": {}}'
     """
-    takes = f"Arguments, as a JSON schema: {json.dumps(schema.parameters, ensure_ascii=False)}"
-    if name := schema.text_argument:
-        takes = f"{name}: {schema.properties[name].get('description', 'a text')}"
-        if choices := schema.properties[name].get("enum"):
-            takes += f" (one of {json.dumps(choices, ensure_ascii=False)})"
-    return f"\n\n<{schema.name}> {example_call(schema)} </{schema.name}>\n{schema.description.strip()}\n{takes}"
+    name = schema.text_argument
+    if name:
+        arguments = f"{name}: {schema.properties[name].get('description', 'a text')}"
+        choices = schema.properties[name].get("enum")
+        if choices:
+            arguments += f" (one of {json.dumps(choices, ensure_ascii=False)})"
+    else:
+        arguments = f"Arguments, as a JSON schema: {json.dumps(schema.parameters, ensure_ascii=False)}"
+    return f"\n\n<{schema.name}> {example_call(schema)} </{schema.name}>\n{schema.description.strip()}\n{arguments}"
 
 
 def with_system_prompt(messages: list[dict[str, str]], system_prompt: str) -> list[dict[str, str]]:
-    """Return the messages with this system prompt instead of their own. `keep` leaves theirs, `none` removes it."""
+    """Return the messages with this system prompt. `keep` leaves the old system prompt, `none` removes it."""
     if system_prompt == "keep":
         return messages
     rest = [m for m in messages if m["role"] != "system"]

@@ -1,7 +1,7 @@
-"""Schemas of tools; arguments, checked against a schema; and the texts of calls.
+"""Schemas of tools, checks of arguments against a schema, and the texts of calls.
 
-The text of a call is what the tags hold and what records show. Where a tool takes one text and nothing else, it is that
-text; else it is a JSON object:
+The text of a call is the text between tags, and in records. If a tool takes a single text, it is this text. Otherwise
+it is a JSON object:
 
     <python> print(6 * 7) </python>        {"code": "print(6 * 7)"}
     <add> {"a": 1, "b": 2} </add>          {"a": 1, "b": 2}
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from arpo.config.bounded import check_plain, parse_json
 
 MAX_SHOWN_CHARS = 60
-"""Characters shown of a wrong value."""
+"""A wrong value is cut to this length in error messages."""
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str,
     "integer": int,
@@ -32,76 +32,77 @@ T = TypeVar("T")
 
 
 class About(NamedTuple):
-    """Texts with which a tool is introduced in the default system prompt."""
+    """A tool's introduction in the default system prompt."""
 
     noun: str
     """Name of the tool with its article: "a search tool"."""
     usage: str
     """Instruction to call it: "to search, write <search> query </search>"."""
     example: str
-    """A call and its result. The last tool's is followed by the answer 42, which its result should lead to."""
+    """A call and its result. After the last tool's example comes the answer 42, so its result should lead to it."""
 
 
 @dataclass(frozen=True)
 class ToolSchema:
-    """A tool as a model must know it to call it."""
+    """A tool's description for the model."""
 
     name: str
-    """The tool's name, which is its tag too."""
+    """The tool's name. It is also its tag."""
     description: str
-    """Its purpose, in a sentence or a paragraph for the model."""
+    """The tool's purpose, in a sentence or a paragraph."""
     parameters: Mapping[str, Any]
     """JSON schema of the arguments: {"type": "object", "properties": {name: schema}, "required": [name, ...]}."""
     about: About | None = None
-    """Its introduction in the default system prompt; None = by this schema."""
+    """Introduction in the default system prompt; None = the prompt shows this schema."""
 
     def as_function(self) -> dict[str, Any]:
-        """Return the entry of `tools=` that chat templates and OpenAI's interface take."""
+        """Return the tool's entry in `tools=`, for chat templates and OpenAI's interface."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
     @property
     def properties(self) -> dict[str, Any]:
         """Schemas of the arguments, by name."""
-        return _part(self.parameters, "properties", dict)
+        return _value_of_kind(self.parameters, "properties", dict)
 
     @property
     def required(self) -> list[str]:
-        """Names of the arguments that have no default."""
+        """Names of the arguments without a default."""
         return _texts(self.parameters, "required")
 
     @property
     def text_argument(self) -> str:
-        """Name of the only argument, where that is a required string, so that a call is a bare text; else ""."""
+        """Name of the only argument if it is a required string (then a call is a bare text), otherwise ""."""
         names = list(self.properties)
-        is_text = len(names) == 1 and names == self.required and _kind(self.properties[names[0]]) == "string"
+        is_text = len(names) == 1 and names == self.required and _type_name(self.properties[names[0]]) == "string"
         return names[0] if is_text else ""
 
 
 def text_schema(name: str, description: str, argument: str, meaning: str) -> ToolSchema:
-    """Return the schema of a tool that takes one text and nothing else."""
+    """Return the schema of a tool with a single argument, a text."""
     properties = {argument: {"type": "string", "description": meaning}}
     return ToolSchema(name, description, {"type": "object", "properties": properties, "required": [argument]})
 
 
 def example_call(schema: ToolSchema) -> str:
-    """Return what a call of a tool looks like, with values that only show the types.
+    """Return the text of a call with example values of the right types.
 
     >>> example_call(ToolSchema("add", "", {"properties": {"a": {"type": "integer"}}, "required": ["a"]}))
     '{"a": 1}'
     """
-    if name := schema.text_argument:
-        choices = _part(schema.properties[name], "enum", list)
+    name = schema.text_argument
+    if name:
+        choices = _value_of_kind(schema.properties[name], "enum", list)
         return choices[0] if choices and isinstance(choices[0], str) else name
-    shown = schema.required or list(schema.properties)[:1]
-    return json.dumps({name: _example(schema.properties.get(name)) for name in shown}, ensure_ascii=False)
+    names = schema.required or list(schema.properties)[:1]
+    return json.dumps({name: _example(schema.properties.get(name)) for name in names}, ensure_ascii=False)
 
 
 def check_arguments(schema: ToolSchema, arguments: Any) -> str:
-    """Return "" for arguments with which the tool can be called, else the one-line error that the model reads.
+    """Return "" for valid arguments, otherwise the one-line error for the model.
 
-    Checked are the names, and types and enumerations at every depth. What else a schema may ask for (references,
-    ranges, names within objects) is left to the tool. `arguments` is whatever the model's JSON holds.
+    Checks the names, and types and enumerations at every depth. The tool itself must check the rest (references,
+    ranges, names within objects). arguments: any value of the model's JSON.
 
     >>> check_arguments(ToolSchema("root", "", {"properties": {"x": {"type": "number"}}}), {"x": "4"})
     'Error: the argument "x" of root must be a number, not "4".'
@@ -112,24 +113,27 @@ def check_arguments(schema: ToolSchema, arguments: Any) -> str:
     for required in schema.required:
         if required not in arguments:
             return f'Error: {name} needs the argument "{required}"; it takes {_a_call(schema)}.'
-    others = schema.parameters.get("additionalProperties", False)  # unlike JSON schema: a slip should be read as one
+    # JSON schema's default is True. False here, so that the model reads of a misspelt argument.
+    others = schema.parameters.get("additionalProperties", False)
     for argument, value in arguments.items():
         if argument not in schema.properties and others is False:
             takes = _a_call(schema) if schema.properties else "no arguments"
             return f"Error: {name} has no argument {_shown(argument)}; it takes {takes}."
         inner = schema.properties.get(argument, others)
-        if wrong := _mismatch(value, inner, f'"{argument}"'):
-            place, need, found = wrong
-            return f"Error: the argument {place} of {name} must be {need}, not {_shown(found)}."
+        mismatch = _mismatch(value, inner, f'"{argument}"')
+        if mismatch:
+            return (
+                f"Error: the argument {mismatch.path} of {name} must be {mismatch.need}, not {_shown(mismatch.value)}."
+            )
     try:
-        json.dumps(arguments, allow_nan=False)  # no JSON, though Python's reader lets it pass
+        json.dumps(arguments, allow_nan=False)  # NaN is not JSON, but Python's json.loads accepts it
     except ValueError:
         return f"Error: the arguments of {name} hold a number that is not finite."
     return ""
 
 
 def argument_of(schema: ToolSchema, arguments: Mapping[str, Any]) -> str:
-    """Return checked arguments as the text of a call: the bare text where the tool takes one, else canonical JSON.
+    """Return checked arguments as the text of a call: the bare text if the tool takes one, otherwise canonical JSON.
 
     >>> argument_of(ToolSchema("add", "", {"properties": {"a": {}, "b": {}}}), {"b": 2, "a": "é"})
     '{"a": "é", "b": 2}'
@@ -140,7 +144,7 @@ def argument_of(schema: ToolSchema, arguments: Mapping[str, Any]) -> str:
 
 
 def value_of(schema: ToolSchema, argument: str, text: str) -> Any:
-    """Return what a bare text means as a value of an argument: the text where that may be of any type, or of no other.
+    """Convert a bare text to the type of an argument. It stays a text if the type is unknown or does not fit.
 
     >>> value_of(ToolSchema("add", "", {"properties": {"a": {"type": "integer"}}}), "a", "4")
     4
@@ -149,8 +153,8 @@ def value_of(schema: ToolSchema, argument: str, text: str) -> Any:
     if not inner:
         return text
     words = {"true": True, "false": False, "null": None, "none": None}  # Python's and JSON's
+    word = text.strip().lower()
     try:
-        word = text.strip().lower()
         value = words[word] if word in words else read_json(text)
     except ValueError:
         return text
@@ -158,7 +162,7 @@ def value_of(schema: ToolSchema, argument: str, text: str) -> Any:
 
 
 def arguments_of(schema: ToolSchema, argument: str) -> dict[str, Any] | str:
-    """Return the checked arguments that the text of a call stands for, or the one-line error that the model reads."""
+    """Return the checked arguments in the text of a call, or the one-line error for the model."""
     if schema.text_argument:
         arguments = {schema.text_argument: argument}
     else:
@@ -170,7 +174,7 @@ def arguments_of(schema: ToolSchema, argument: str) -> dict[str, Any] | str:
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a JSON text that a model wrote. Raises ValueError with the reason in a few words."""
+    """Return the value of a model's JSON text. Raises ValueError with a short reason."""
     try:
         value = parse_json(text)
     except json.JSONDecodeError as error:
@@ -182,84 +186,106 @@ def read_json(text: str) -> Any:
 # ---- checking
 
 
-def _mismatch(value: Any, schema: Any, place: str) -> tuple[str, str, Any] | None:
-    """Return (place, what it must be, what it is) of the first value that a schema does not allow; None for none."""
+class Mismatch(NamedTuple):
+    """A value that a schema does not allow."""
+
+    path: str
+    """Position of the value: "x"[2]."name"."""
+    need: str
+    """Description of an allowed value: "a number"."""
+    value: Any
+
+
+def _mismatch(value: Any, schema: Any, path: str) -> Mismatch | None:
+    """Return the first value that the schema does not allow, or None."""
     if not isinstance(schema, Mapping):
         return None
-    choices = _part(schema, "enum", list)
+    choices = _value_of_kind(schema, "enum", list)
     if choices and not any(choice == value and type(choice) is type(value) for choice in choices):
-        return place, "one of " + ", ".join(json.dumps(one, ensure_ascii=False) for one in choices), value
-    if ways := _part(schema, "anyOf", list):
-        found = [_mismatch(value, way, place) for way in ways]
-        if all(found):
-            inside = next((one for one in found if one[0] != place), None)  # the type is right, what it holds is not
-            return inside or (place, " or ".join(dict.fromkeys(need for _, need, _ in found)), value)
-    kinds = _texts(schema, "type")
-    if kinds and not any(_is_a(value, kind) for kind in kinds):
-        return place, " or ".join(map(_with_article, kinds)), value
-    return next(filter(None, (_mismatch(*member) for member in _members(value, schema, place))), None)
+        need = "one of " + ", ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+        return Mismatch(path, need, value)
+    alternatives = _value_of_kind(schema, "anyOf", list)
+    mismatches = [_mismatch(value, alternative, path) for alternative in alternatives]
+    if mismatches and all(mismatches):
+        for mismatch in mismatches:
+            if mismatch.path != path:  # the type fits this alternative, but a value within it is wrong
+                return mismatch
+        needs = dict.fromkeys(mismatch.need for mismatch in mismatches)
+        return Mismatch(path, " or ".join(needs), value)
+    type_names = _texts(schema, "type")
+    if type_names and not any(_is_a(value, name) for name in type_names):
+        return Mismatch(path, " or ".join(map(_with_article, type_names)), value)
+    members = _members(value, schema, path)
+    mismatches = (_mismatch(member, inner, inner_path) for member, inner, inner_path in members)
+    return next(filter(None, mismatches), None)
 
 
-def _members(value: Any, schema: Mapping, place: str) -> list[tuple[Any, Any, str]]:
-    """Return (value, schema, place) of what an array or an object holds."""
+def _members(value: Any, schema: Mapping, path: str) -> list[tuple[Any, Any, str]]:
+    """Return (value, schema, path) of each member of an array or an object."""
     if isinstance(value, list):
-        return [(one, schema.get("items"), f"{place}[{i}]") for i, one in enumerate(value)]
+        return [(member, schema.get("items"), f"{path}[{i}]") for i, member in enumerate(value)]
     if isinstance(value, dict):
-        known, others = _part(schema, "properties", dict), schema.get("additionalProperties")
-        return [(one, known.get(name, others), f'{place}."{name}"') for name, one in value.items()]
+        properties = _value_of_kind(schema, "properties", dict)
+        others = schema.get("additionalProperties")
+        return [(member, properties.get(name, others), f'{path}."{name}"') for name, member in value.items()]
     return []
 
 
-def _part(schema: Mapping, key: str, kind: type[T]) -> T:
-    """Return a part of a schema; an empty one where a stranger's schema has something else there."""
-    part = schema.get(key)
-    return part if isinstance(part, kind) else kind()
+def _value_of_kind(schema: Mapping, key: str, kind: type[T]) -> T:
+    """Return a schema's value under a key. Return an empty one if the value is missing or of another type."""
+    value = schema.get(key)
+    return value if isinstance(value, kind) else kind()
 
 
 def _texts(schema: Mapping, key: str) -> list[str]:
-    """Return the texts of a part that is one, or a list of some."""
-    part = schema.get(key)
-    return [one for one in (part if isinstance(part, list) else [part]) if isinstance(one, str)]
+    """Return the texts under a key: a single text, or a list of texts. Other values are dropped."""
+    value = schema.get(key)
+    values = value if isinstance(value, list) else [value]
+    return [text for text in values if isinstance(text, str)]
 
 
-def _is_a(value: Any, kind: str) -> bool:
-    if kind == "boolean" or isinstance(value, bool):
-        return kind == "boolean" and isinstance(value, bool)
-    if isinstance(value, float) and not math.isfinite(value):  # no JSON, though Python's reader lets it pass
+def _is_a(value: Any, type_name: str) -> bool:
+    # For Python a bool is an int. In JSON it is not.
+    if type_name == "boolean" or isinstance(value, bool):
+        return type_name == "boolean" and isinstance(value, bool)
+    if isinstance(value, float) and not math.isfinite(value):  # NaN is not JSON, but Python's json.loads accepts it
         return False
-    if kind == "integer" and isinstance(value, float):
+    if type_name == "integer" and isinstance(value, float):
         return value.is_integer()
-    return isinstance(value, _TYPES.get(kind, object))
+    return isinstance(value, _TYPES.get(type_name, object))
 
 
 def _a_call(schema: ToolSchema) -> str:
-    """Return how a call looks: {"a": integer, "b": string (optional)}"""
+    """Return the shape of a call: {"a": integer, "b": string (optional)}"""
     entries = [
-        f'"{name}": {_kind(inner)}' + ("" if name in schema.required else " (optional)")
+        f'"{name}": {_type_name(inner)}' + ("" if name in schema.required else " (optional)")
         for name, inner in schema.properties.items()
     ]
     return f"a JSON object {{{', '.join(entries)}}}"
 
 
-def _kind(schema: Any) -> str:
+def _type_name(schema: Any) -> str:
     return " or ".join(_texts(schema, "type") if isinstance(schema, Mapping) else ()) or "value"
 
 
 def _example(schema: Any) -> Any:
-    """Return some value of a type; "..." where the schema does not name one."""
+    """Return an example value; "..." if the schema has no type."""
     if not isinstance(schema, Mapping):
         return "..."
-    if choices := _part(schema, "enum", list):
+    choices = _value_of_kind(schema, "enum", list)
+    if choices:
         return choices[0]
     values = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
-    return values.get(_kind(schema), "...")
+    return values.get(_type_name(schema), "...")
 
 
-def _with_article(kind: str) -> str:
-    return "null" if kind == "null" else f"a{'n' if kind[:1] in 'aeiou' else ''} {kind}"
+def _with_article(type_name: str) -> str:
+    if type_name == "null":
+        return "null"
+    return f"an {type_name}" if type_name[:1] in "aeiou" else f"a {type_name}"
 
 
 def _shown(value: Any) -> str:
-    """Return a value as one line of JSON, cut where it is long."""
+    """Return a value as one line of JSON, cut to MAX_SHOWN_CHARS."""
     text = json.dumps(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."

@@ -1,4 +1,4 @@
-"""Stop strings across the cut of a turn, which the engine cannot see."""
+"""Finds stop strings that cross the cut of a turn."""
 
 from __future__ import annotations
 
@@ -8,28 +8,34 @@ from dataclasses import dataclass
 
 @dataclass
 class StopWatch:
-    """Looks for a stop string that lies across the cut of a turn. To the engine that goes on with the turn the tokens
-    before the cut are prompt, in which it looks for nothing."""
+    """Looks for a stop string that crosses the cut of a turn.
+
+    A turn is cut if its rest is sampled in a second request. Then the tokens before the cut are part of the prompt, and
+    the engine looks for no stop string there.
+    """
 
     window: list[int]
-    """Last tokens before the cut, and those sampled since."""
+    """The last tokens before the cut, and the tokens sampled since."""
     num_left: int
-    """Tokens after which no stop string can reach back over the cut."""
+    """Number of next tokens to look at. After them no stop string can reach back over the cut."""
 
     @classmethod
     def at_cut(cls, turn_ids: list[int], stops: Sequence[str]) -> StopWatch | None:
-        """Return that of a turn of which these tokens are sampled; None where there is nothing to watch."""
-        longest = max(map(len, stops), default=1) - 1  # each token of a stop string has a character of it, or more
-        return cls(turn_ids[-longest:], longest) if turn_ids and longest else None
+        """Return a watch for a turn that was cut after these tokens. Return None if no stop string can cross."""
+        # Each token of a stop string has at least one of its characters.
+        max_tokens = max(map(len, stops), default=1) - 1
+        return cls(turn_ids[-max_tokens:], max_tokens) if turn_ids and max_tokens else None
 
     def find(
         self, token_ids: list[int], decode: Callable[[Sequence[int]], str], stops: Sequence[str]
     ) -> tuple[int, str] | None:
-        """Return how many of the next tokens make such a string complete, and the string; None where there is none."""
+        """Return (number of next tokens up to the end of a stop string, the stop string), or None."""
         for count, token in enumerate(token_ids[: self.num_left], 1):
             self.window.append(token)
             text = decode(self.window)
-            if ends := [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]:
-                return count, min(ends)[1]
+            ends = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
+            if ends:
+                _, first_stop = min(ends)
+                return count, first_stop
         self.num_left -= min(len(token_ids), self.num_left)
         return None

@@ -1,11 +1,11 @@
-r"""Calls in tags, with the results inside the assistant's one turn: the papers' form.
+r"""Calls in tags, with the results inside a single assistant turn: the form of the papers.
 
     <think> ... </think><search> Paris </search> <result>
     found passages
     </result><think> ... </think><answer> ... \boxed{Paris} ... </answer>
 
 A turn ends when the model closes a tool's tag or emits EOS. The result is appended as ` <result>\n{text}\n</result>`
-(one leading space). Result text is data: our own tags in it are escaped.
+(one leading space). Result text is data: the protocol's tags in it are escaped.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from arpo.protocol.calls import TRUNCATION_MARK, Call, dedented, escape_tags, ta
 from arpo.protocol.codec import Codec, Rendered
 from arpo.protocol.form import Form
 from arpo.protocol.format_rules import FormatRules, Segments, boxed_answer, model_text
-from arpo.protocol.messages import BadRow, json_of, parse_turns, whole_call
+from arpo.protocol.messages import BadRow, json_of, parse_call_object, parse_turns
 from arpo.trajectory import ToolCall
 
 PAPER_TOOLS = ("search", "python")
-"""Tags of the tools of the published runs; the default wherever tools are not named."""
+"""Tags of the published runs' tools. The default if no tools are named."""
 
 UNOPENED_TAG = "Error: </{tag}> has no <{tag}> before it in this turn. Write <{tag}> ... </{tag}>."
 EMPTY_CALL = "Error: the <{tag}> call is empty. Write what to run between <{tag}> and </{tag}>."
@@ -32,14 +32,14 @@ _ENDS_IN_CALL = re.compile(r"</(?!(?:think|answer|result)>)[^\s<>/]+>\s*\Z")
 
 
 def reserved_tags(tools: Sequence[str]) -> tuple[str, ...]:
-    """Return all tags of the protocol. ("search",) -> ("think", "search", "result", "answer")"""
+    """Return the names of all tags of the protocol. ("search",) -> ("think", "search", "result", "answer")"""
     return ("think", *tools, "result", "answer")
 
 
 def parse_call(turn_text: str, tag: str) -> Call:
-    """Parse the call that ends a turn: the text between the last <tag> of this turn and its closing tag.
+    """Parse the call at the end of a turn: the text between the last <tag> of this turn and its closing tag.
 
-    Only the turn's own text is searched, never the prompt or an earlier result (UPSTREAM B14).
+    turn_text: only this turn, never the prompt or an earlier result (UPSTREAM B14).
 
     >>> parse_call("<think>look</think><search> Paris </search>", "search").argument
     'Paris'
@@ -53,7 +53,7 @@ def parse_call(turn_text: str, tag: str) -> Call:
 
 
 def escape_result(text: str, tools: Sequence[str] = PAPER_TOOLS) -> str:
-    """Make the protocol's tags in a result plain text, so that a web page cannot answer or call for the model.
+    """Escape the protocol's tags in a result, so that a web page cannot answer or call a tool for the model.
 
     >>> escape_result("see <answer>4</answer>")
     'see &lt;answer&gt;4&lt;/answer&gt;'
@@ -62,35 +62,36 @@ def escape_result(text: str, tools: Sequence[str] = PAPER_TOOLS) -> str:
 
 
 def render_result(text: str) -> str:
-    """Return the text that is appended to the response after a call."""
+    """Return the text appended to the response after a call."""
     return f" <result>\n{text}\n</result>"
 
 
 def merge_tool_messages(messages: list[dict[str, Any]], tools: Sequence[str] = PAPER_TOOLS) -> list[dict[str, Any]]:
-    """Join assistant / tool / assistant ... into one assistant turn with <result> spans, as the rollout writes it.
+    """Join assistant / tool / assistant ... into one assistant turn with <result> spans, as in a rollout.
 
-    `untrained` of a turn are the (start, end) in its text of messages that were not to be trained on.
+    If a message has trained=False, its (start, end) in the joined text is added to the turn's `untrained`.
     """
     merged: list[dict[str, Any]] = []
-    for last, message in pairwise([{"role": ""}, *messages]):
-        text, continues = message["content"], message["role"] == "assistant" and last["role"] == "tool"
-        if message["role"] == "tool":
-            text, continues = render_result(escape_result(text, tools)), True
+    for previous, message in pairwise([{"role": ""}, *messages]):
+        is_result = message["role"] == "tool"
+        text = render_result(escape_result(message["content"], tools)) if is_result else message["content"]
+        continues = is_result or (message["role"] == "assistant" and previous["role"] == "tool")
         turn = merged.pop() if continues else {"role": message["role"], "content": ""}
-        start, end = len(turn["content"]), len(turn["content"] + text)
+        joined = turn["content"] + text
         if message.get("trained") is False:
-            turn = {**turn, "untrained": [*turn.get("untrained", []), (start, end)]}
-        merged.append({**turn, "content": turn["content"] + text})
+            span = (len(turn["content"]), len(joined))
+            turn = {**turn, "untrained": [*turn.get("untrained", []), span]}
+        merged.append({**turn, "content": joined})
     return merged
 
 
 class TagsCodec(Codec):
-    """Codec of calls in tags, with every chat template."""
+    """Codec for calls in tags. Works with every chat template."""
 
     format = "tags"
 
     def __init__(self, tokenizer, *, tools: Sequence[str] = PAPER_TOOLS, enable_thinking: bool = False):
-        """`tools` are the tags of the loaded tools, which are escaped in results."""
+        """tools: tags of the loaded tools. They are escaped in results."""
         super().__init__(tokenizer, tools=tools, enable_thinking=enable_thinking)
 
     @property
@@ -116,16 +117,18 @@ class TagsCodec(Codec):
     def encode_results(
         self, calls: Sequence[ToolCall], max_tokens: int, *, last_token: int
     ) -> tuple[list[str], list[int]] | None:
-        rendered = self.encode_result(calls[0].result, max_tokens, calls[0].tag)
-        return rendered and ([rendered[0]], rendered[1])
+        [call] = calls
+        encoded = self.encode_result(call.result, max_tokens, call.tag)
+        return encoded and ([encoded[0]], encoded[1])
 
     def encode_result(self, text: str, max_tokens: int, tag: str = "") -> tuple[str, list[int]] | None:
-        """Escape, render and tokenise a result of the tool `tag` within `max_tokens`; return (text as the model reads
-        it, token ids).
+        """Escape, render and encode a result of the tool `tag`.
 
-        Returns None for a result that is too long where not even the truncation mark fits.
+        Returns (text as the model reads it, at most max_tokens token ids). Returns None if the result is too long and
+        not even the truncation mark fits.
         """
-        text, call_end = escape_result(self._readable(text, max_tokens), self.tools), f"</{tag}>"
+        text = escape_result(self._shortened(text, max_tokens), self.tools)
+        call_end = f"</{tag}>"
         token_ids = self.encode(render_result(text), call_end)
         if len(token_ids) <= max_tokens:
             return text, token_ids
@@ -133,7 +136,8 @@ class TagsCodec(Codec):
             return None
         body = self.encode(text)
         keep = max_tokens - self._min_result_tokens
-        while True:  # cutting tokens and encoding again may give a few tokens more: then cut a little deeper
+        # Decoding a part and encoding it again may give a few tokens more. Then the text is cut further.
+        while True:
             cut = self.decode(body[:keep]).rstrip("�") + TRUNCATION_MARK
             token_ids = self.encode(render_result(cut), call_end)
             if len(token_ids) <= max_tokens:
@@ -142,56 +146,66 @@ class TagsCodec(Codec):
 
     # -- conversations of SFT
 
-    def _as_the_template_takes_it(
+    def _prepare_for_template(
         self, messages: list[dict[str, Any]], functions: list[dict] | None
     ) -> tuple[list[dict[str, Any]], None]:
         return merge_tool_messages(messages, self.tools), None
 
-    def _add_run(self, row: Rendered, run: list[dict[str, Any]], mask_results: bool, before: str) -> str:
-        """Add one turn, of which the spans of <result> are results."""
-        text = self._said(run[0])
-        # _said may take text off both ends, the <think> of the prompt at the start
-        whole = run[0]["content"].rstrip() if self._trims else run[0]["content"]
-        shift = len(whole) - len(text)
-        untrained = [(start - shift, end - shift) for start, end in run[0].get("untrained", ())]
-        results = [span.span() for span in _RESULT.finditer(text)]
-        # In a rollout no end token follows a call or a result: it would teach the model to say nothing there.
+    def _add_response(self, row: Rendered, response: list[dict[str, Any]], mask_results: bool, before: str) -> str:
+        """Add a merged turn. Its <result> spans are results."""
+        [message] = response
+        text = self._assistant_text(message)
+        # _assistant_text may strip both ends, and a <think> at the start. The spans move with the start.
+        unstripped = message["content"].rstrip() if self._trims else message["content"]
+        shift = len(unstripped) - len(text)
+        untrained = [(start - shift, end - shift) for start, end in message.get("untrained", ())]
+        results = [match.span() for match in _RESULT.finditer(text)]
+        # In a rollout no end token follows a call or a result. Trained on it, the model would stop there.
         end = len(text.rstrip())
         if text[:end].endswith(self.stop_strings(self.tools)) or any(stop == end for _, stop in results):
             untrained.append((end, len(text)))
-        cuts = {0, len(text), *(min(max(at, 0), len(text)) for span in results + untrained for at in span)}
+        borders = [position for span in results + untrained for position in span]
+        cuts = {0, len(text), *(min(max(position, 0), len(text)) for position in borders)}
         for start, end in pairwise(sorted(cuts)):
-            is_result, is_left_out = (any(a <= start < b for a, b in spans) for spans in (results, untrained))
+            is_result = any(first <= start < last for first, last in results)
+            is_untrained = any(first <= start < last for first, last in untrained)
             lead = self._before_answer if start == 0 else ""
             tail = self._behind_answer if end == len(text) else ""
             token_ids = self.encode(lead + text[start:end] + tail, before + text[:start])
-            self._add(row, token_ids, not is_left_out and not (is_result and mask_results))
+            self._add(row, token_ids, is_trained=not is_untrained and not (is_result and mask_results))
         ends_untrained = any(end >= len(text) for _, end in untrained)
-        self._add(row, [self.tokenizer.eos_token_id], not ends_untrained)
-        return self._before_answer + self._marked(text) + self._behind_answer + self.tokenizer.eos_token
+        self._add(row, [self.tokenizer.eos_token_id], is_trained=not ends_untrained)
+        return self._before_answer + self._mark_special(text) + self._behind_answer + self.tokenizer.eos_token
 
 
 class TagsRules(FormatRules):
-    r"""Think tags present and paired, exactly one answer block with a balanced \boxed{}, every call closed and followed
-    by its result, and no result tag from the model's own pen. A tag of no loaded tool is plain text."""
+    r"""Rules of calls in tags.
+
+    Think tags are present and paired. There is exactly one answer block, with a balanced \boxed{}. Every call is closed
+    and followed by its result. The model writes no result tag. A tag of a tool that is not loaded is plain text.
+    """
 
     def derive_segments(self, response_text: str, tools: Sequence[str] = PAPER_TOOLS) -> Segments:
-        r"""Segment a response that is known only as text: a result directly after a closed call is the tool's.
+        r"""Split a response into segments by its text alone. A result directly after a closed call is the tool's.
 
         >>> TagsRules().derive_segments("<search>q</search> <result>\nr\n</result><think>t</think>")
         [('<search>q</search>', True), (' <result>\nr\n</result>', False), ('<think>t</think>', True)]
         """
         segments: Segments = []
         position = 0
-        for call in tag_pattern(tuple(tools)).finditer(response_text):
-            result = _RESULT.match(response_text, call.end()) if call[1] and call.start() >= position else None
+        for tag in tag_pattern(tuple(tools)).finditer(response_text):
+            is_closing = tag[1] == "/"
+            result = _RESULT.match(response_text, tag.end()) if is_closing and tag.start() >= position else None
             if result:
-                segments += [(response_text[position : call.end()], True), (result[0], False)]
+                segments += [(response_text[position : tag.end()], True), (result[0], False)]
                 position = result.end()
-        return [*segments, (response_text[position:], True)] if position < len(response_text) else segments
+        if position < len(response_text):
+            segments.append((response_text[position:], True))
+        return segments
 
     def graded_text(self, segments: Segments) -> str:
-        return model_text(segments)  # evaluations count an answer outside of its block too
+        # All text, since evaluations count an answer outside of the answer block too.
+        return model_text(segments)
 
     def extract_answer(self, segments: Segments) -> tuple[str | None, str]:
         text = model_text(segments)
@@ -199,8 +213,9 @@ class TagsRules(FormatRules):
             return None, "missing_answer"
         if text.count("<answer>") > 1 or text.count("</answer>") > 1:
             return None, "several_answers"
-        block, closing, _ = text.partition("<answer>")[2].partition("</answer>")
-        return boxed_answer(block, no_box="missing_box") if closing else (None, "unclosed_answer")
+        _, _, after = text.partition("<answer>")
+        block, closing_tag, _ = after.partition("</answer>")
+        return boxed_answer(block, no_box="missing_box") if closing_tag else (None, "unclosed_answer")
 
     def format_error(self, segments: Segments, tools: Sequence[str] = PAPER_TOOLS) -> str:
         _, error = self.extract_answer(segments)
@@ -209,22 +224,23 @@ class TagsRules(FormatRules):
     def turn_error(self, text: str, has_result: bool, tools: Sequence[str]) -> str:
         if "<result>" in text or "</result>" in text:
             return "model_wrote_result"
-        tags = [(match[1] == "/", match[2]) for match in tag_pattern(tuple(tools)).finditer(text)]
+        tags = [match[0] for match in tag_pattern(tuple(tools)).finditer(text)]
         if not tags:
             return ""
-        if tags[0][0]:
+        if tags[0].startswith("</"):
             return "unopened_call"
-        if tags[1:2] != [(True, tags[0][1])]:
+        if tags[1:2] != [tags[0].replace("<", "</", 1)]:
             return "unclosed_call"
-        return "" if len(tags) == 2 and has_result else "call_without_result"  # a turn ends at its first call
+        # A turn ends at its first call, so more tags mean that this call was not executed.
+        return "" if len(tags) == 2 and has_result else "call_without_result"
 
     def answered_calls(self, segments: Segments, tools: Sequence[str] = PAPER_TOOLS) -> set[str]:
         answered = set()
         for (text, by_model), (result, result_by_model) in pairwise(segments):
-            closing = [match[2] for match in tag_pattern(tuple(tools)).finditer(text) if match[1]]
+            closed_names = [tag[2] for tag in tag_pattern(tuple(tools)).finditer(text) if tag[1]]
             has_failed = result.strip().removeprefix("<result>").lstrip().startswith("Error")
-            if by_model and not result_by_model and closing and not has_failed:
-                answered.add(closing[-1])
+            if by_model and not result_by_model and closed_names and not has_failed:
+                answered.add(closed_names[-1])
         return answered
 
 
@@ -236,42 +252,45 @@ def _think_error(text: str) -> str:
 
 
 def parse_row(row: dict) -> list[dict[str, Any]]:
-    """Parse an SFT conversation of either style. Raises BadRow.
+    """Parse an SFT conversation of any style. Raises BadRow.
 
-    Function calls written as JSON, in fields or in <tool_call> blocks of the text, become tags. So may whole
-    trajectories stand inside one assistant turn. A `tools` field is ignored: the system prompt says what the tools are.
+    Calls in JSON (in fields, or in <tool_call> blocks of the text) become tags. An assistant message may also contain a
+    full trajectory. A `tools` field is ignored, since the system prompt describes the tools.
     """
-    messages = parse_turns(row, lambda message: [_turn(message)])
+    messages = parse_turns(row, lambda message: [_with_tags(message)])
     for previous, message in pairwise(messages):
-        if message["role"] == "tool" and not _ENDS_IN_CALL.search(previous["content"] * (previous["role"] != "tool")):
+        if message["role"] == "tool" and (previous["role"] == "tool" or not _ENDS_IN_CALL.search(previous["content"])):
             raise BadRow("a tool result must follow its call, and each call has one: <search> ... </search>")
     return messages
 
 
-def _turn(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its calls as text: <search> query </search>."""
-    calls, text = message.get("tool_calls", []), message["content"]
+def _with_tags(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its call as text: <search> query </search>."""
+    calls = message.get("tool_calls", [])
+    text = message["content"]
     if len(calls) > 1:
         raise BadRow("one message has several tool_calls, but in the text protocol a turn ends with its first call")
     if message["role"] == "assistant" and "<tool_call>" in text:
-        text = _with_tag(text)
-    kept = {"trained": False} if "trained" in message else {}
-    return {"role": message["role"], "content": text + "".join(map(_tag_of_call, calls)), **kept}
+        text = _block_to_tag(text)
+    text += "".join(map(_call_to_tag, calls))
+    untrained = {"trained": False} if "trained" in message else {}
+    return {"role": message["role"], "content": text, **untrained}
 
 
-def _with_tag(text: str) -> str:
+def _block_to_tag(text: str) -> str:
     """'<tool_call>{"name": "search", "arguments": {"query": "Paris"}}</tool_call>' -> '<search> Paris </search>'."""
     before, _, rest = text.partition("<tool_call>")
-    body, closed, after = rest.partition("</tool_call>")
-    if not closed or after.strip():
+    body, closing_tag, after = rest.partition("</tool_call>")
+    if not closing_tag or after.strip():
         raise BadRow("a <tool_call> must end its message: in the text protocol a turn ends with its first call")
-    return before + _tag_of_call(json_of(body, "the text of a <tool_call> is"))
+    return before + _call_to_tag(json_of(body, "the text of a <tool_call> is"))
 
 
-def _tag_of_call(call: object) -> str:
+def _call_to_tag(call: object) -> str:
     """{"name": "search", "arguments": {"query": "Paris"}} -> "<search> Paris </search>"."""
-    name, arguments = whole_call(call).values()
-    values = list(arguments.values())
+    call = parse_call_object(call)
+    name = call["name"]
+    values = list(call["arguments"].values())
     if len(values) != 1 or not isinstance(values[0], str):
         raise BadRow(f"the call of {name!r} must have one argument, a text: all that a tag can hold")
     return f"<{name}> {values[0]} </{name}>"

@@ -1,10 +1,9 @@
-"""The codec of forms that the chat template writes: prompts, results and conversations as the model knows them.
+"""The codec for forms that the chat template writes: prompts, calls and results look as in the model's own training.
 
-Token in, token out: what the model sampled stays as it is. What the template writes between the end token of a turn
-with calls and the first token of the next depends on the results alone, not on the turn. It is taken from a short
-conversation with calls that stand for the sampled ones, and encoded by itself, which is exact because it begins behind
-a special token. So a template that shows earlier turns otherwise than they were sampled (Qwen3's drops empty thoughts,
-and thoughts before the newest question) is never given the chance.
+Sampled tokens are never changed. Between the end token of a turn with calls and the first token of the next turn the
+template writes the results. This text depends only on the results, not on the turn. It is rendered in a short
+conversation with placeholder calls, and encoded separately. This is exact, since the text begins after a special token.
+So a template cannot rewrite earlier turns (Qwen3's drops empty thoughts, and thoughts before the newest question).
 """
 
 from __future__ import annotations
@@ -20,25 +19,26 @@ from arpo.errors import UserError
 from arpo.protocol.calls import TRUNCATION_MARK, UNKNOWN, Call, escape_tags, tag_pattern
 from arpo.protocol.codec import Codec, Rendered
 from arpo.protocol.schema import ToolSchema, text_schema
+from arpo.protocol.turn_format import one_line
 from arpo.trajectory import ToolCall
 
 MARK = "here the call ends"
-"""Argument of the last of the calls that stand for sampled ones."""
+"""Argument of the last placeholder call."""
 QUESTION = {"role": "user", "content": "question"}
 
 
 class TemplateCodec(Codec):
-    """Codec for models whose chat template lists tools, and has turns for calls and results.
+    """Codec for chat templates that list tools, and have turns for calls and results.
 
-    Raises UserError, besides that of Codec, for a template that has not, or has calls of another form.
+    Raises UserError for other templates, and for a template with another form of calls. (Codec raises more of them.)
     """
 
     call_form: str
-    """The form in which the template must write calls, for messages."""
+    """The form of the template's calls, for error messages."""
     tools_mark: str
-    """What a system message of a file contains that lists tools itself."""
+    """Text in a file's system message that shows that the message lists tools itself."""
     forms: ClassVar[list[type[TemplateCodec]]] = []
-    """The codecs of this kind."""
+    """All subclasses."""
 
     def __init_subclass__(cls) -> None:
         TemplateCodec.forms.append(cls)
@@ -49,7 +49,7 @@ class TemplateCodec(Codec):
 
     @property
     def turn_ends(self) -> tuple[str, ...]:
-        """Special tokens that end a turn and stand before what the template writes behind it."""
+        """Special tokens that end a turn. The template's text for the next turn follows them."""
         return (self.tokenizer.eos_token,)
 
     @property
@@ -62,26 +62,31 @@ class TemplateCodec(Codec):
         return len(self._encode_rendered(after, self.tokenizer.eos_token))
 
     def _probe_tools(self) -> None:
-        """Raise UserError for a chat template that does not do what this codec is for."""
-        name, fix = self.tokenizer.name_or_path, "set protocol.format=tags, or the form that the model was trained for"
+        """Raise UserError for a chat template that this codec cannot use."""
+        name = self.tokenizer.name_or_path
+        fix = "set protocol.format=tags, or the form that the model was trained for"
         tool = text_schema(UNKNOWN, "", "argument", "")
+        tools = [tool.as_function()]
         try:
-            tools = [tool.as_function()]
-            shown, asked = (self._template([QUESTION], generation=g, tools=tools) for g in (True, False))
-            without = self._template([QUESTION], generation=True)
+            prompt = self._template([QUESTION], generation=True, tools=tools)
+            asked = self._template([QUESTION], generation=False, tools=tools)
+            without_tools = self._template([QUESTION], generation=True)
             called = self._template(_conversation([UNKNOWN], [MARK]), generation=True, tools=tools)
-        except Exception as error:  # a template is a program of its own
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        except Exception as error:  # a template is a program and may raise anything
+            reason = one_line(error)
             raise UserError(f"{name}: the chat template has no turns for calls and results ({reason}); {fix}") from None
-        if shown == without:
+        if prompt == without_tools:
             raise UserError(
                 f"{name}: the chat template ignores tools, which protocol.format={self.format} needs; {fix}"
             )
-        begun = shown if called.startswith(shown) else asked  # the prompt may open a thought, or hold an empty one
-        turn = called.removeprefix(begun).partition(self.tokenizer.eos_token)[0]
-        right = [form for form in self.forms if form.parse_calls(turn, {UNKNOWN: tool}) == [Call(MARK, tag=UNKNOWN)]]
-        if type(self) not in right:  # what the model will write like this
-            fix = f"it writes {right[0].call_form}: set protocol.format={right[0].format}" if right else fix
+        # A prompt that opens a thought, or holds an empty one, is no start of the conversation with a call.
+        head = prompt if called.startswith(prompt) else asked
+        turn = called.removeprefix(head).partition(self.tokenizer.eos_token)[0]
+        call = Call(MARK, tag=UNKNOWN)
+        fitting = [form for form in self.forms if form.parse_calls(turn, {UNKNOWN: tool}) == [call]]
+        if type(self) not in fitting:
+            if fitting:
+                fix = f"it writes {fitting[0].call_form}: set protocol.format={fitting[0].format}"
             raise UserError(f"{name}: the chat template does not write {self.call_form}; {fix}")
         if MARK not in self._after_calls([UNKNOWN], [MARK]):
             raise UserError(f"{name}: the chat template leaves out the results of tools; {fix}")
@@ -89,26 +94,31 @@ class TemplateCodec(Codec):
     @staticmethod
     @abstractmethod
     def parse_calls(text: str, offered: Mapping[str, ToolSchema]) -> list[Call]:
-        """Return the calls of a turn in order, malformed ones with what is wrong. `offered` are the tools, by name."""
+        """Return the calls of a turn in order. A malformed call has its error. offered: name -> tool."""
 
     @abstractmethod
     def _with_calls(self, text: str, message: dict[str, Any]) -> str:
-        """Return the text of a message and, behind it, its calls as the template writes them."""
+        """Return the text of a message, followed by its calls as the template writes them."""
 
     def _functions(self, offered: Sequence[str] | None) -> list[dict] | None:
-        """Return `tools=` of the template, in the order in which the tools are loaded; None for no tools."""
-        return [s.as_function() for n, s in self.schemas.items() if offered is None or n in offered] or None
+        """Return `tools=` of the template, in the order of loading; None for no tools. offered: names, None = all."""
+        schemas = [schema for name, schema in self.schemas.items() if offered is None or name in offered]
+        return [schema.as_function() for schema in schemas] or None
 
     def render_prompt(self, messages: list[dict[str, str]], tools: Sequence[str] | None = None) -> list[int]:
-        if error := self._system_error(messages):
+        error = self._system_error(messages)
+        if error:
             raise UserError(error)
         return super().render_prompt(messages, tools)
 
     def _system_error(self, messages: list[dict[str, Any]]) -> str:
-        """Return the error of a system message that asks for calls in tags, as those of the published files do."""
-        called = tag_pattern(self.tools).search(messages[0]["content"] * (messages[0]["role"] == "system"))
-        return called and (
-            f"a prompt's system message speaks of {called[0]}, but protocol.format={self.format} has no tags; "
+        """Return the error of a system message that asks for calls in tags (as in the published files); "" = none."""
+        system_prompt = messages[0]["content"] if messages[0]["role"] == "system" else ""
+        tag = tag_pattern(self.tools).search(system_prompt)
+        if tag is None:
+            return ""
+        return (
+            f"a prompt's system message speaks of {tag[0]}, but protocol.format={self.format} has no tags; "
             "set data.system_prompt=default (evaluate.py: eval.system_prompt), or protocol.format=tags"
         )
 
@@ -126,14 +136,14 @@ class TemplateCodec(Codec):
     ) -> list[Call]:
         if finish != "eos":
             return []
-        return self.parse_calls(self._opened + self.decode(token_ids), {n: self.schemas[n] for n in offered})
+        return self.parse_calls(self._opened + self.decode(token_ids), {name: self.schemas[name] for name in offered})
 
     def encode_results(
         self, calls: Sequence[ToolCall], max_tokens: int, *, last_token: int
     ) -> tuple[list[str], list[int]] | None:
         names = [call.tag for call in calls]
-        texts = [escape_tags(self._readable(call.result, max_tokens), self.reserved) for call in calls]
-        # Sampling also stops at other end tokens (Qwen's <|endoftext|>); then the turn's own end is yet to be written.
+        texts = [escape_tags(self._shortened(call.result, max_tokens), self.reserved) for call in calls]
+        # Sampling also stops at other end tokens (Qwen's <|endoftext|>). Then the turn's own end token is missing.
         has_ended = last_token in self.tokenizer.convert_tokens_to_ids(list(self.turn_ends))
         end = [] if has_ended else [self.tokenizer.eos_token_id]
 
@@ -143,58 +153,67 @@ class TemplateCodec(Codec):
         token_ids = rendered(texts)
         if len(token_ids) <= max_tokens:
             return texts, token_ids
-        bodies, num_mark_tokens = [self.encode(text) for text in texts], len(self.encode(TRUNCATION_MARK))
+        bodies = [self.encode(text) for text in texts]
+        num_mark_tokens = len(self.encode(TRUNCATION_MARK))
         room = max_tokens - len(rendered([""] * len(texts)))
         keep = longest_share([len(body) for body in bodies], room) - num_mark_tokens
+        # Decoding a part and encoding it again may give a few tokens more. Then the results are cut further.
         while keep >= 0:
-            is_cut = [len(body) > keep + num_mark_tokens for body in bodies]
-            cut = [
-                self.decode(body[:keep]).rstrip("�") + TRUNCATION_MARK if long else text
-                for text, body, long in zip(texts, bodies, is_cut, strict=True)
-            ]
+            cut = []
+            num_cut = 0
+            for text, body in zip(texts, bodies, strict=True):
+                if len(body) > keep + num_mark_tokens:
+                    text = self.decode(body[:keep]).rstrip("�") + TRUNCATION_MARK
+                    num_cut += 1
+                cut.append(text)
             token_ids = rendered(cut)
             if len(token_ids) <= max_tokens:
                 return cut, token_ids
-            keep -= ceil((len(token_ids) - max_tokens) / max(sum(is_cut), 1))
+            keep -= ceil((len(token_ids) - max_tokens) / max(num_cut, 1))
         return None
 
     def _after_calls(self, names: Sequence[str], results: Sequence[str]) -> str:
-        """Return what the template writes behind the end token of a turn that called these tools."""
+        """Return the template's text after the end token of a turn that called these tools."""
         text = self._template(_conversation(names, results), generation=True, tools=self._functions(None))
         return text.partition(MARK)[2].partition(self.tokenizer.eos_token)[2]
 
     # -- conversations of SFT
 
-    def _as_the_template_takes_it(
+    def _prepare_for_template(
         self, messages: list[dict[str, Any]], functions: list[dict] | None
     ) -> tuple[list[dict[str, Any]], list[dict] | None]:
-        """Without functions of the file the loaded tools are listed, unless the system message lists some itself."""
-        if error := self._system_error(messages):
+        """Convert messages and functions of a file to the template's form.
+
+        If the file has no functions, the loaded tools are listed, unless the system message lists tools itself.
+        """
+        error = self._system_error(messages)
+        if error:
             raise ValueError(error)
         lists_tools = messages[0]["role"] == "system" and self.tools_mark in messages[0]["content"]
-        functions = self._functions(None) if functions is None and not lists_tools else functions or None
-        return [self._with_entries(message) for message in messages], functions
+        if functions is None and not lists_tools:
+            functions = self._functions(None)
+        return [self._in_template_form(message) for message in messages], functions or None
 
-    def _add_run(self, row: Rendered, run: list[dict[str, Any]], mask_results: bool, before: str) -> str:
-        written = ""
-        for role, group in groupby(run, key=itemgetter("role")):
+    def _add_response(self, row: Rendered, response: list[dict[str, Any]], mask_results: bool, before: str) -> str:
+        added = ""
+        for role, messages_of_role in groupby(response, key=itemgetter("role")):
             if role == "assistant":
-                message = next(group)
+                message = next(messages_of_role)
                 tail = "" if message.get("tool_calls") else self._behind_answer
-                text = self._before_answer + self._said(message) + tail
-                is_trained = message.get("trained", True)
-                self._add(row, [*self.encode(text, before + written), self.tokenizer.eos_token_id], is_trained)
-                written += self._marked(text) + self.tokenizer.eos_token
+                text = self._before_answer + self._assistant_text(message) + tail
+                token_ids = [*self.encode(text, before + added), self.tokenizer.eos_token_id]
+                self._add(row, token_ids, is_trained=message.get("trained", True))
+                added += self._mark_special(text) + self.tokenizer.eos_token
             else:
-                results = list(group)
+                results = list(messages_of_role)
                 names = [message.get("name") or UNKNOWN for message in results]
                 after = self._after_calls(names, [message["content"] for message in results])
                 is_trained = not mask_results and all(message.get("trained", True) for message in results)
-                self._add(row, self._encode_rendered(after, before + written), is_trained)
-                written += after
-        return written
+                self._add(row, self._encode_rendered(after, before + added), is_trained=is_trained)
+                added += after
+        return added
 
-    def _with_entries(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _in_template_form(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["role"] == "tool":
             return {"name": UNKNOWN, **message, "content": escape_tags(message["content"], self.reserved)}
         if message.get("tool_calls"):
@@ -204,7 +223,7 @@ class TemplateCodec(Codec):
 
 
 def longest_share(sizes: Sequence[int], room: int) -> int:
-    """Return how much each may have of a common room, where what small ones leave is for the others.
+    """Return the largest size for each that fits into a common room. Small ones leave room to others.
 
     >>> longest_share([100, 10, 300], room=210)
     100
@@ -217,13 +236,13 @@ def longest_share(sizes: Sequence[int], room: int) -> int:
 
 
 def _conversation(names: Sequence[str], results: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a question, calls of these tools, the last of which holds MARK, and their results."""
-    ids = [f"call{i:05d}" for i in range(len(names))]
-    functions = [{"name": name, "arguments": {"argument": ""}} for name in names]
-    functions[-1]["arguments"] = {"argument": MARK}
-    calls = [{"id": i, "type": "function", "function": f} for i, f in zip(ids, functions, strict=True)]
-    turns = [
-        {"role": "tool", "tool_call_id": i, "name": name, "content": result}
-        for i, name, result in zip(ids, names, results, strict=True)
-    ]
+    """Return a question, a placeholder call of each tool, and the results. The last call has the argument MARK."""
+    calls = []
+    turns = []
+    for index, (name, result) in enumerate(zip(names, results, strict=True)):
+        call_id = f"call{index:05d}"
+        argument = MARK if index == len(names) - 1 else ""
+        function = {"name": name, "arguments": {"argument": argument}}
+        calls.append({"id": call_id, "type": "function", "function": function})
+        turns.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": result})
     return [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}, *turns]

@@ -1,57 +1,81 @@
-"""The text that each token adds to a decoded response."""
+"""The text that each token adds to a decoded response, and the runs of a response."""
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 BROKEN = "\ufffd"
-"""The character that decoders write for bytes that are none."""
+"""Decoders write this character for bytes that are not a full character."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""The name of a byte in a sentencepiece vocabulary."""
+"""The name of a byte in a SentencePiece vocabulary."""
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_NAMES = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))
 }
-"""The characters by which a byte-level BPE names bytes (GPT-2's)."""
+"""The character that names each byte in a byte-level BPE vocabulary (as in GPT-2)."""
 
 
 class TokenTexts:
-    """The texts of one tokenizer's tokens; each is decoded once."""
+    """The texts of one tokenizer's tokens. Each token is decoded once."""
 
     def __init__(self, tokenizer, decode: Callable[[Sequence[int]], str], anchor: list[int]):
-        """`anchor` are tokens of some text that does not end in a space."""
-        self.tokenizer, self.decode, self.anchor = tokenizer, decode, anchor
-        self._behind_text: dict[int, str] = {}
+        """anchor: tokens of any text that does not end in a space."""
+        self.tokenizer = tokenizer
+        self.decode = decode
+        self.anchor = anchor
+        self._cache: dict[int, str] = {}
 
     def pieces(self, token_ids: list[int]) -> list[str]:
-        """Return what each token adds to the text of all; the last token of a character adds it.
+        """Return the text that each token adds. A character of several tokens is added by its last token.
 
-        The pieces are the text where the decoder decodes tokens one after the other, as all in use do; the caller
-        compares.
+        The pieces add up to the text of all tokens if the decoder decodes token by token. All decoders in use do this,
+        and the caller checks it.
         """
         pieces = [self.decode(token_ids[:1]), *map(self._piece, token_ids[1:])]
-        return self._whole_characters(pieces, token_ids) if any(BROKEN in piece for piece in pieces) else pieces
+        if any(BROKEN in piece for piece in pieces):
+            return self._join_bytes(pieces, token_ids)
+        return pieces
 
     def _piece(self, token: int) -> str:
-        """Return the text of one token behind another: alone, some decoders would strip its leading space."""
-        if token not in self._behind_text:
+        """Return the text of one token after another. Alone, some decoders would strip its leading space."""
+        if token not in self._cache:
             text = self.decode([*self.anchor, token])
-            self._behind_text[token] = text.removeprefix(self.decode(self.anchor))
-        return self._behind_text[token]
+            self._cache[token] = text.removeprefix(self.decode(self.anchor))
+        return self._cache[token]
 
-    def _whole_characters(self, pieces: list[str], token_ids: list[int]) -> list[str]:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # replaces as the tokenizers' decoders do
-        pairs = list(zip(pieces, token_ids, strict=True))
-        bytes_of = {token: self._bytes(token) for token in {token for piece, token in pairs if BROKEN in piece}}
-        whole = [decoder.decode(bytes_of.get(token) or piece.encode()) for piece, token in pairs]
-        whole[-1] += decoder.decode(b"", final=True)
-        return whole
+    def _join_bytes(self, pieces: list[str], token_ids: list[int]) -> list[str]:
+        """Return the pieces with characters that several tokens make up from their bytes."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # replaces like the tokenizers' decoders
+        broken = {token for piece, token in zip(pieces, token_ids, strict=True) if BROKEN in piece}
+        bytes_of = {token: self._bytes(token) for token in broken}
+        joined = []
+        for piece, token in zip(pieces, token_ids, strict=True):
+            joined.append(decoder.decode(bytes_of.get(token) or piece.encode()))
+        joined[-1] += decoder.decode(b"", final=True)
+        return joined
 
     def _bytes(self, token: int) -> bytes:
-        """Return the bytes of a token that has parts of characters."""
+        """Return the bytes of a token with parts of characters."""
         name = self.tokenizer.convert_ids_to_tokens(token)
-        if fallback := BYTE_TOKEN.fullmatch(name):
-            return bytes([int(fallback[1], 16)])
-        return bytes(BYTE_NAMES[char] for char in name) if BYTE_NAMES.keys() >= set(name) else name.encode()
+        byte = BYTE_TOKEN.fullmatch(name)
+        if byte:
+            return bytes([int(byte[1], 16)])
+        if BYTE_NAMES.keys() >= set(name):
+            return bytes(BYTE_NAMES[char] for char in name)
+        return name.encode()
+
+
+def runs_of(
+    token_ids: Sequence[int], loss_mask: Sequence[int], cuts: Sequence[int]
+) -> Iterator[tuple[list[int], bool]]:
+    """Yield (tokens, mask) of the runs with equal mask. A run also ends at each cut.
+
+    [5, 6, 7], [1, 1, 1], [2] -> ([5, 6], True), ([7], True)
+    """
+    numbered = enumerate(zip(token_ids, loss_mask, strict=True))
+    for (mask, _), run in groupby(numbered, key=lambda item: (bool(item[1][1]), bisect_right(cuts, item[0]))):
+        yield [token for _, (token, _) in run], mask

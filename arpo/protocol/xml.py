@@ -8,8 +8,8 @@ r"""Calls as XML in <tool_call> blocks: the form of Qwen3-Coder, Qwen3.5, Qwen3.
     </function>
     </tool_call>
 
-Turns and blocks are those of hermes.py. Nothing is escaped, so no value can hold a tag that would end it: what vLLM's
-parser would cut there is an error here. Values have no types: the tool's schema says what a text means.
+Turns and blocks are as in hermes.py. The form has no escapes, so a value must not contain a tag that would end it.
+vLLM's parser would cut such a value; here it is an error. Values have no types: the tool's schema decides them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from arpo.protocol import hermes
 from arpo.protocol.calls import UNKNOWN, Call, checked_call
 from arpo.protocol.form import Form
 from arpo.protocol.hermes import BLOCKS, HermesCodec, HermesRules, call_bodies
-from arpo.protocol.messages import Conversation, json_of, whole_call
+from arpo.protocol.messages import Conversation, json_of, parse_call_object
 from arpo.protocol.schema import ToolSchema, value_of
 
 A_CALL = "<function=NAME> <parameter=ARGUMENT> value </parameter> </function> in a tool_call tag"
@@ -37,7 +37,7 @@ _UNOPENED = re.compile(r"<function=.*", re.DOTALL)
 
 
 def read_function(body: str) -> tuple[str, dict[str, str]] | None:
-    """Return (name, texts of the parameters) of what is in a block; None where it is not one whole function.
+    """Return (name, texts of the parameters) of a block's content. Return None if it is not one complete function.
 
     >>> read_function("<function=search><parameter=query>\\nParis\\n</parameter></function>")
     ('search', {'query': 'Paris'})
@@ -46,14 +46,14 @@ def read_function(body: str) -> tuple[str, dict[str, str]] | None:
     if function is None:
         return None
     *parameters, rest = function[2].split("</parameter>")
-    found = [_PARAMETER.fullmatch(parameter) for parameter in parameters]
-    if rest.strip() or None in found or any(_ENDS_A_VALUE.search(one[2]) for one in found):
+    matches = [_PARAMETER.fullmatch(parameter) for parameter in parameters]
+    if rest.strip() or None in matches or any(_ENDS_A_VALUE.search(match[2]) for match in matches):
         return None
-    return function[1].strip(), {one[1].strip(): one[2] for one in found}
+    return function[1].strip(), {match[1].strip(): match[2] for match in matches}
 
 
 class XmlCodec(HermesCodec):
-    """Codec for models whose chat template lists tools, and has calls as XML in <tool_call> blocks."""
+    """Codec for chat templates that list tools and write calls as XML in <tool_call> blocks."""
 
     format = "xml"
     call_form = "calls as <tool_call> <function=...> XML </tool_call>"
@@ -61,17 +61,19 @@ class XmlCodec(HermesCodec):
     @classmethod
     def parse_calls(cls, text: str, offered: Mapping[str, ToolSchema]) -> list[Call]:
         calls = super().parse_calls(text, offered)
-        if not calls and (function := _UNOPENED.search(BLOCKS.sub("", text))):
+        function = _UNOPENED.search(BLOCKS.sub("", text))
+        if function and not calls:
             return [Call(function[0].strip(), "unopened_call", UNOPENED_CALL, UNKNOWN)]
         return calls
 
     @staticmethod
     def parse_body(body: str, is_closed: bool, offered: Mapping[str, ToolSchema]) -> Call:
-        """Parse one block. A whole function whose closing tag is missing is a call, as vLLM's parser has it too."""
+        """Parse one block. A complete function without the block's closing tag is a call, as for vLLM's parser."""
         function = read_function(body)
         if function is None:
-            error = ("bad_xml", BAD_XML) if is_closed else ("unclosed_call", UNCLOSED_CALL)
-            return Call(body.strip(), *error, UNKNOWN)
+            if is_closed:
+                return Call(body.strip(), "bad_xml", BAD_XML, UNKNOWN)
+            return Call(body.strip(), "unclosed_call", UNCLOSED_CALL, UNKNOWN)
         name, texts = function
         schema = offered.get(name)
         arguments = {key: value_of(schema, key, text) for key, text in texts.items()} if schema else texts
@@ -79,7 +81,7 @@ class XmlCodec(HermesCodec):
 
 
 class XmlRules(HermesRules):
-    """The rules of calls in JSON, with one whole function in a block in the place of an object."""
+    """The rules of calls in JSON, with one complete function per block instead of an object."""
 
     def turn_error(self, text: str, has_result: bool, tools: Sequence[str]) -> str:
         error = super().turn_error(text, has_result, tools)
@@ -102,13 +104,14 @@ def parse_row(row: dict) -> Conversation:
 
 
 def with_fields(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose calls in <tool_call> blocks, in JSON, are fields. Raises BadRow."""
+    """Return the message with the JSON calls of its <tool_call> blocks in the field `tool_calls`. Raises BadRow."""
     bodies = call_bodies(message["content"]) if message["role"] == "assistant" else []
     if not bodies:
         return message
-    found = [json_of(body, "the text of a <tool_call> is") for body, _ in bodies]
-    said = BLOCKS.sub(lambda block: "" if block[1] is not None else block[0], message["content"])
-    return {**message, "content": said.strip(), "tool_calls": [whole_call(call) for call in found]}
+    calls = [parse_call_object(json_of(body, "the text of a <tool_call> is")) for body, _ in bodies]
+    # BLOCKS also matches thoughts. They stay in the text.
+    text = BLOCKS.sub(lambda block: "" if block[1] is not None else block[0], message["content"])
+    return {**message, "content": text.strip(), "tool_calls": calls}
 
 
 FORM = Form(XmlCodec, XmlRules(), parse_row)

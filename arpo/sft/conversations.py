@@ -10,7 +10,8 @@ from arpo.config.bounded import check_plain
 from arpo.data import read_rows
 from arpo.errors import UserError
 from arpo.protocol import FORMS
-from arpo.protocol.messages import BadRow, as_list, json_of, without_loss
+from arpo.protocol.message_fields import BadRow, json_of, without_loss
+from arpo.protocol.messages import as_list
 
 
 def read_conversations(

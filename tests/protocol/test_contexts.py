@@ -168,11 +168,14 @@ def test_with_tags_only_the_first_thought_is_the_prompts_to_open():
 def test_a_thought_that_cannot_be_taken_off_is_an_error():
     codec = reasoning_codec(opens=True)
     whole = codec.encode("assistant\n<think>\n")
-    assert codec.opened(whole) == ("<think>\n", len(codec.encode("<think>\n"))) and codec.opened(whole[:-1]) == ("", 0)
+    assert codec.opened_thought(whole) == ("<think>\n", len(codec.encode("<think>\n")))
+    assert codec.opened_thought(whole[:-1]) == ("", 0)
+        whole[:-1]
+    ) == ("", 0)
     codec._opened = "\n<think>\n"  # whose first token is one with the text before it
     codec.tokenizer.add_tokens(["assistant\n"])
     with pytest.raises(UserError, match=r"shares a token with what is before; set rollout\.context=append"):
-        codec.opened(codec.encode("assistant\n<think>\n"))
+        codec.opened_thought(codec.encode("assistant\n<think>\n"))
 
 
 def test_a_thought_that_the_prompt_opens_is_opened_in_each_context():
@@ -227,7 +230,7 @@ def test_a_policy_of_a_file_sees_the_turn_and_says_what_comes_next(tmp_path):
         "def forget(evidence):\n"
         "    assert evidence.num_tokens == len(evidence.trajectory.token_ids) or evidence.trajectory.contexts\n"
         "    if not evidence.is_answer:\n"
-        "        return evidence.asked(f'{evidence.question} again, after {len(evidence.trajectory.turns)}')\n"
+        "        return evidence.prompt_with(f'{evidence.question} again, after {len(evidence.trajectory.turns)}')\n"
     )
     engine = ScriptedEngine(TOKENIZER, lambda _p, _t, turn: ANSWER if turn == 2 else CALL)
     play(None, cfg=replace(ALONE, context=f"{tmp_path}/own.py:forget"), branching=ONE, engine=engine)
