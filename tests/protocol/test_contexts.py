@@ -170,8 +170,6 @@ def test_a_thought_that_cannot_be_taken_off_is_an_error():
     whole = codec.encode("assistant\n<think>\n")
     assert codec.opened_thought(whole) == ("<think>\n", len(codec.encode("<think>\n")))
     assert codec.opened_thought(whole[:-1]) == ("", 0)
-        whole[:-1]
-    ) == ("", 0)
     codec._opened = "\n<think>\n"  # whose first token is one with the text before it
     codec.tokenizer.add_tokens(["assistant\n"])
     with pytest.raises(UserError, match=r"shares a token with what is before; set rollout\.context=append"):
