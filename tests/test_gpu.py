@@ -193,7 +193,7 @@ def test_a_checkpoint_continues_where_it_was_taken(load, ranks, tmp_path, on_hos
     step(policy, optimizer)
     moment = snapshot(policy, optimizer)
     if on_host:
-        moment = moment.staged(None)
+        moment = moment.copy_to_host(None)
     else:
         checkpoints.write(1, moment)
     drawn, whole = torch.rand(4, device=ranks.device), step(policy, optimizer)

@@ -1,4 +1,4 @@
-"""Save and resume, verified by checksum; export to Hugging Face folders."""
+"""Save and resume with checksums, and export to Hugging Face folders."""
 
 from arpo.checkpoint.checkpoints import Checkpoints
 from arpo.checkpoint.saver import Saver

@@ -1,8 +1,8 @@
-"""RUN/best: the Hugging Face folder of the best validation, which stays when newer checkpoints take its own away.
+"""RUN/best: the Hugging Face folder with the best validation. It stays when its checkpoint is deleted.
 
     runs/NAME/best -> checkpoints/best_000100      hard links to the files of checkpoints/step_000100/hf
 
-What is best is read off metrics.jsonl and the folders that are there, so a run that was killed goes on with it.
+The choice depends only on metrics.jsonl and the present folders, so a killed run can continue it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from arpo.checkpoint.export import point_to
 from arpo.config.sections import RunConfig
 from arpo.log.metrics_file import rows_until
 
-ACCURACY, REWARD, NLL = "valid/accuracy", "valid/reward", "valid/nll"
+ACCURACY = "valid/accuracy"
+REWARD = "valid/reward"
+NLL = "valid/nll"
 NAMES = (ACCURACY, f"{ACCURACY}_low", f"{ACCURACY}_high", REWARD, NLL)
 
 
@@ -40,19 +42,21 @@ def no_best(run: RunConfig, valid: str) -> str:
 
 
 def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
-    """Point RUN/best to the export with the best validation of the first `step` steps, of `checkpoints` or its own.
+    """Point RUN/best to the export with the best validation within the first `step` steps.
 
-    Of two that are equally good the earlier is taken. Return what to say of a new choice, or "". Raises OSError.
+    Candidates are the exports of `checkpoints`, and the present RUN/best. If two are equally good, the earlier one
+    counts. Return a line for the log about a new choice, or "". Raises OSError.
     """
     link = run / "best"
-    found = rows_until(run / "metrics.jsonl", step, names=NAMES)
-    rows = {n: row for n, row in found.items() if n and isfinite(_score(row))}
+    all_rows = rows_until(run / "metrics.jsonl", step, names=NAMES)
+    rows = {n: row for n, row in all_rows.items() if n and isfinite(_score(row))}
     kept = int(link.resolve().name.removeprefix("best_")) if link.exists() else 0
-    if kept and kept not in rows:  # of steps that are to be done again
+    if kept and kept not in rows:  # the run has resumed before this step, and will do it again
         link.unlink()
         kept = 0
     exports = {manifest.step_of(folder): folder / "hf" for folder in checkpoints if (folder / "hf").exists()}
-    best = max((n for n in rows if n in exports or n == kept), key=lambda n: (_score(rows[n]), -n), default=kept)
+    candidates = [n for n in rows if n in exports or n == kept]
+    best = max(candidates, key=lambda n: (_score(rows[n]), -n), default=kept)
     if best == kept:
         return ""
     folder = run / "checkpoints" / f"best_{best:06d}"
@@ -70,10 +74,11 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
 
 
 def _score(row: dict) -> float:
-    """Return how good a validation is; NaN where the step has none. NaN would be the maximum that nothing beats."""
+    """Return the score of a step's validation (higher is better); NaN without a validation. Callers must drop NaN: for
+    max() nothing is larger."""
     if NLL in row:
         return -row[NLL]
-    return row.get(ACCURACY, row.get(REWARD, nan))  # a reward of one's own may know no accuracy
+    return row.get(ACCURACY, row.get(REWARD, nan))  # a custom reward may have no accuracy
 
 
 def _text(row: dict) -> str:

@@ -3,8 +3,9 @@
     checkpoints/step_000100/{manifest.json, .metadata, __0_0.distcp, ..., random_states.pt, progress.json, hf/}
     checkpoints/latest
 
-Written to a temporary folder, listed with sizes and checksums in a manifest, renamed, and only then pointed to; the
-distributed checkpoint format (DCP) itself notices neither a half-written folder nor flipped bytes (measured).
+A checkpoint is written to a temporary folder, and a manifest lists its files with sizes and checksums. Then the folder
+is renamed, and only then `latest` names it. The distributed checkpoint format (DCP) itself detects neither unfinished
+folders nor flipped bytes (measured).
 """
 
 from __future__ import annotations
@@ -42,44 +43,48 @@ RANK_FILE = "carried_{rank:05d}.json.gz"
 
 
 class NotWritten(UserError):
-    """The disk is full or cannot be written. Raised on all ranks alike; what was there before stays as it is."""
+    """The disk is full or cannot be written. All ranks raise it. Older checkpoints stay unchanged."""
 
 
 class Checkpoints:
-    """The checkpoint folder of one run. All methods are collective: every rank calls them."""
+    """The checkpoint folder of one run. All methods are collective."""
 
     def __init__(self, folder: Path, ranks: Ranks, *, keep: int = 2, link: Path | None = None):
-        """keep: number of newest checkpoints that stay when another one is saved, >= 2: a broken one has a fallback.
-        link: a symbolic link into a checkpoint that stays too."""
-        self.folder, self.ranks, self.keep, self.link = folder, ranks, keep, link
+        """keep: keep this many newest checkpoints, at least 2, since the newest one may be damaged. link: a symbolic
+        link into a checkpoint; this checkpoint stays too."""
+        self.folder = folder
+        self.ranks = ranks
+        self.keep = keep
+        self.link = link
         self.progress: dict = {}
-        """The `progress` given to `write`, as `resume` has found it; empty where there was none."""
+        """`progress` of the resumed checkpoint (see `write`). Empty if there was none."""
         self.rank_files: list[Path] = []
-        """The `rank_file`s given to `write`, by rank, as `resume` has found them; empty where there were none."""
+        """Files with each rank's `rank_file` of the resumed checkpoint, by rank. Empty if there were none."""
 
     def write(
-        self, step: int, moment: Snapshot, *, progress: dict | None = None, rank_file: bytes | None = None
+        self, step: int, state: Snapshot, *, progress: dict | None = None, rank_file: bytes | None = None
     ) -> Path:
-        """Write models, optimizers, step and random states, as all ranks held them at one moment. Return the folder.
+        """Write models, optimizers, step and random states of all ranks. Return the folder.
 
-        `progress`, the same on all ranks, is what else the next step depends on, as JSON can hold it; `rank_file` is
-        what each rank has of its own. Raises NotWritten; older checkpoints then stay as they are.
+        progress: other state of the run in JSON types, the same on all ranks. rank_file: other state of this rank.
+        Raises NotWritten; then older checkpoints stay unchanged.
         """
         final = self.folder_of(step)
         temporary = final.with_suffix(".tmp")
-        random_states = self.ranks.all_gather_objects(moment.random_state)
+        random_states = self.ranks.all_gather_objects(state.random_state)
         writer = MeasuredWriter(temporary)
         try:
-            self.together(temporary, self._begin, writer, random_states, progress or {})
+            self.write_together(temporary, self._begin, writer, random_states, progress or {})
             with errors_of_all_ranks(f"{temporary}: cannot write the checkpoint", NotWritten):
-                dcp.save(moment.tensors, storage_writer=writer, process_group=self.ranks.control)
+                dcp.save(state.tensors, storage_writer=writer, process_group=self.ranks.control)
             if rank_file is not None:
-                self.together(temporary, writer.write, RANK_FILE.format(rank=self.ranks.rank), rank_file)
-            # Each rank names its own: on a network's disk another may not see them for a minute.
+                self.write_together(temporary, writer.write, RANK_FILE.format(rank=self.ranks.rank), rank_file)
+            # Each rank lists its own files: on a network disk rank 0 may not see them for a minute.
             files = self.ranks.all_gather_objects(writer.files)
-            self.together(temporary, self._publish, temporary, final, step, dict(ChainMap(*files)))
+            self.write_together(temporary, self._publish, temporary, final, step, dict(ChainMap(*files)))
         except NotWritten:
-            if self.ranks.is_main:  # the space is for the next try
+            if self.ranks.is_main:
+                # Free the space for the next try.
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         return final
@@ -90,9 +95,10 @@ class Checkpoints:
         for stale in self.folder.glob("step_*.tmp"):
             shutil.rmtree(stale)
         writer.path.mkdir(parents=True)
-        states = io.BytesIO()  # torch.save to a full disk raises no OSError
-        torch.save(random_states, states)
-        writer.write(RANDOM_STATES, states.getbuffer())
+        # Into memory first, since torch.save to a full disk raises no OSError.
+        buffer = io.BytesIO()
+        torch.save(random_states, buffer)
+        writer.write(RANDOM_STATES, buffer.getbuffer())
         writer.write(PROGRESS, json.dumps(progress).encode())
 
     def _publish(self, temporary: Path, final: Path, step: int, files: manifest.Files) -> None:
@@ -108,8 +114,9 @@ class Checkpoints:
             if old.name != linked:
                 shutil.rmtree(old)
 
-    def together(self, folder: Path, write: Callable[..., T], *args: Any) -> T:
-        """Call `write` on each rank and return its value there. Raises NotWritten on all where one of them cannot."""
+    def write_together(self, folder: Path, write: Callable[..., T], *args: Any) -> T:
+        """Call `write` on each rank and return this rank's value. If it fails on one rank, all ranks raise
+        NotWritten."""
 
         def attempt() -> T:
             try:
@@ -118,13 +125,14 @@ class Checkpoints:
                 reason = f"rank {self.ranks.rank}: {error.strerror or error}"
                 raise NotWritten(f"{folder}: cannot write the checkpoint ({reason})") from error
 
-        return self.ranks.together(attempt)
+        return self.ranks.call_together(attempt)
 
     def resume(self, policy: Policy, optimizer: torch.optim.Optimizer, critic: TrainedCritic | None = None) -> int:
-        """Load the newest intact checkpoint and return its step, or 0 if there is none. The world size may change.
+        """Load the newest intact checkpoint and return its step. Return 0 without a checkpoint.
 
-        The optimizer's settings (weight decay, betas) stay those of the config. Raises UserError when there are
-        checkpoints, but none of them is intact, or the newest intact one is of another model.
+        The world size may change. The optimizer's settings (weight decay, betas) come from the config, not from the
+        checkpoint. Raises UserError if there are checkpoints but none is intact, or if the newest intact one is of
+        another model.
         """
         folder = self._newest_intact()
         if folder is None:
@@ -133,9 +141,9 @@ class Checkpoints:
             dcp.load(live_tensors(policy, optimizer, critic), storage_reader=SafeReader(folder))  # in place
         try:
             random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError):  # its checksum fits: it was not written by `write`
+        except (pickle.UnpicklingError, RuntimeError):  # the checksum is right, so `write` did not make this file
             raise UserError(f"{folder / RANDOM_STATES}: cannot be read; it holds more than random states") from None
-        if self.ranks.rank < len(random_states):  # a rank that the saving run did not have keeps its seed
+        if self.ranks.rank < len(random_states):  # ranks beyond the saved world size keep their seeds
             RandomState(**random_states[self.ranks.rank]).restore()
         try:
             self.progress = read_json(folder / PROGRESS)
@@ -145,20 +153,24 @@ class Checkpoints:
         return manifest.step_of(folder)
 
     def _newest_intact(self) -> Path | None:
-        """Rank 0 lists the folders, and each rank checks its share of the files. Newer, broken ones are set aside."""
-        broken, mine = [], slice(self.ranks.rank, None, self.ranks.world_size)
+        """Return the newest intact folder, and rename newer, broken ones. Rank 0 lists the folders, and each rank
+        checks a share of the files."""
+        broken: list[tuple[Path, str]] = []
+        share = slice(self.ranks.rank, None, self.ranks.world_size)
         for name, files in self.ranks.from_rank_0([(folder.name, manifest.read(folder)) for folder in self.all()]):
             folder = self.folder / name
-            problems = self.ranks.all_gather_objects(manifest.find_problem(folder, files, mine))
+            problems = self.ranks.all_gather_objects(manifest.find_problem(folder, files, share))
             if any(problems):
                 broken.append((folder, next(filter(None, problems))))
                 continue
-            for newer, why in broken if self.ranks.is_main else ():
-                logger.warning("%s is skipped: %s", newer, why)
-                shutil.rmtree(newer.with_suffix(".broken"), ignore_errors=True)
-                newer.rename(newer.with_suffix(".broken"))
+            if self.ranks.is_main:
+                for newer, problem in broken:
+                    logger.warning("%s is skipped: %s", newer, problem)
+                    shutil.rmtree(newer.with_suffix(".broken"), ignore_errors=True)
+                    newer.rename(newer.with_suffix(".broken"))
             return folder
-        if broken:  # not from step 0 again, in silence
+        if broken:
+            # Starting again from step 0 would silently throw the run away.
             folder, problem = broken[0]
             raise UserError(f"{folder}: {problem}, and no other checkpoint is intact; move {self.folder} away")
         return None
@@ -172,18 +184,18 @@ class Checkpoints:
 
 
 def verify(folder: Path) -> str | None:
-    """Check every file of the manifest by size and checksum, in this process alone. Return what is wrong, or None."""
+    """Check size and checksum of every file in the manifest, without other ranks. Return the problem, or None."""
     return manifest.find_problem(folder, manifest.read(folder))
 
 
 @contextlib.contextmanager
 def errors_of_all_ranks(what: str, kind: type[UserError] = UserError) -> Iterator[None]:
-    """Turn DCP's error, which lists the failures of all ranks on all ranks, into one of `kind` with the first one."""
+    """Turn DCP's error, which has the failures of all ranks, into an error of `kind` with the first failure."""
     try:
         yield
     except CheckpointException as error:
         if not all(isinstance(reason, Exception) for reason, _ in error.failures.values()):
-            raise KeyboardInterrupt from error  # which torch takes for a failure like any other
+            raise KeyboardInterrupt from error  # torch also collects a KeyboardInterrupt as a failure
         rank = min(error.failures)
-        reason = error.failures[rank][0]
+        reason, _ = error.failures[rank]
         raise kind(f"{what} (rank {rank}: {' '.join(str(reason).split())[:300]})") from error

@@ -1,4 +1,4 @@
-"""Export of a live policy to a Hugging Face folder."""
+"""Export of a policy in training to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,14 +22,24 @@ from arpo.model.loading import OTHER_PARTS, folder_name
 
 MAX_FILE_BYTES = 4 << 30
 UNCHANGED = (
-    "config.json", "generation_config.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
-    "chat_template.*", "*.jinja", "additional_chat_templates/*.jinja", "*processor_config.json", "LICENSE*",
-)  # fmt: skip
-"""Patterns of the files of a model folder that training does not change."""
+    "config.json",
+    "generation_config.json",
+    "*token*.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template.*",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "*processor_config.json",
+    "LICENSE*",
+)
+"""Patterns of files in a model folder. Training does not change them."""
 
 
-def whole_weights(policy: Policy, source: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the policy's weights by name, adapters merged, in the dtype of the folder `source`. Collective."""
+def full_weights(policy: Policy, source: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the policy's full weights by name, adapters merged, in the dtype of the folder `source`. Collective."""
     device = next(policy.parameters()).device
     return full_tensors(policy.hf_parameters(), dtype=source_dtype(source), device=device)
 
@@ -42,10 +52,10 @@ def write_export(
     link: Path | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write safetensors, configs and tokenizer: the weights of rank 0, and all else from the model folder `source`.
+    """Write safetensors with the weights, and configs and tokenizer from the model folder `source`.
 
-    `link` becomes a symbolic link to the folder, so that a run's newest export has a stable name. Collective over the
-    group of all ranks; rank 0 holds one file at a time. Raises NotWritten, on all ranks.
+    link: becomes a symbolic link to the folder, a stable name for a run's newest export. Collective over the group of
+    all ranks. Rank 0 writes, with one file at a time in memory. If it fails, all ranks raise NotWritten.
     """
     problem = [""]
     if dist.get_rank() == 0:
@@ -55,15 +65,15 @@ def write_export(
                 point_to(folder, link)
         except (OSError, SafetensorError) as error:
             problem = [f"{folder}: cannot write the export ({' '.join(str(error).split())[:300]})"]
-    for _ in weights:  # where they are gathered, rank 0 needs the other ranks' shards, and they need rank 0's
-        pass
+    for _ in weights:
+        pass  # Gathering a weight is collective, so all ranks must consume the iterator. Rank 0 may have failed midway.
     dist.broadcast_object_list(problem, group=group)
     if problem[0]:
         raise NotWritten(problem[0])
 
 
 def point_to(folder: Path, link: Path) -> None:
-    """Make `link` a symbolic link to the folder, in the place of one to another folder."""
+    """Make `link` a symbolic link to the folder. It may replace a link to another folder."""
     temporary = link.with_name(link.name + ".tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(folder, link.parent))
@@ -71,10 +81,10 @@ def point_to(folder: Path, link: Path) -> None:
 
 
 def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: str) -> None:
-    """Replace `folder` by one of these tensors, and all else from `source` (a vision tower too, if it has one).
+    """Replace `folder` by a model folder with these tensors. The rest comes from `source`, also a vision tower.
 
-    Configs, tokenizer and chat template are copied byte by byte. To load and save them anew would change what nobody
-    changed (transformers 5 writes tokenizers that 4 cannot read), and refuses generation configs that it reads.
+    Configs, tokenizer and chat template are copied byte by byte. Loading and saving would change them (transformers 5
+    writes tokenizers that version 4 cannot read), and fails for some valid generation configs.
     """
     from transformers import AutoConfig
 
@@ -96,7 +106,7 @@ def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: 
 
 
 def copy_unchanged(source: Path, folder: Path) -> None:
-    """Copy the files that training does not change; no code, no card, no optimizer's state, and no adapter."""
+    """Copy the files of UNCHANGED: no code, no model card, no optimizer state, no adapter."""
     for file in {file for pattern in UNCHANGED for file in source.glob(pattern) if file.is_file()}:
         copy = folder / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
@@ -106,7 +116,7 @@ def copy_unchanged(source: Path, folder: Path) -> None:
 def with_other_parts(
     tensors: Iterable[tuple[str, torch.Tensor]], source: str, config: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a text model by their names in its vision-language model, and then that model's others."""
+    """Yield a text model's tensors by their names in the vision-language model, then that model's other tensors."""
     for name, tensor in tensors:
         yield folder_name(name, config), tensor
     for file in weight_files(source):
@@ -117,34 +127,37 @@ def with_other_parts(
 
 
 def write_safetensors(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Write model.safetensors, or files of at most MAX_FILE_BYTES and their index; holds one in memory at a time."""
+    """Write model.safetensors, or several files of at most MAX_FILE_BYTES and an index. Keeps one file in memory."""
     from safetensors.torch import save_file
 
-    parts: list[list[str]] = []
-    part: dict[str, torch.Tensor] = {}
-    num_bytes = total_bytes = 0
+    names_by_file: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+    num_bytes = 0
+    total_bytes = 0
 
     def flush() -> None:
-        file = folder / f"{len(parts)}.safetensors"
-        save_file(part, file, metadata={"format": "pt"})
-        file.chmod(folder.stat().st_mode & 0o666)  # as the umask says; save_file keeps it from everybody else
-        parts.append(list(part))
-        part.clear()
+        file = folder / f"{len(names_by_file)}.safetensors"
+        save_file(pending, file, metadata={"format": "pt"})
+        file.chmod(folder.stat().st_mode & 0o666)  # follow the umask; save_file gives access to the owner only
+        names_by_file.append(list(pending))
+        pending.clear()
 
     for name, tensor in tensors:
-        if part and num_bytes + tensor.nbytes > MAX_FILE_BYTES:
+        if pending and num_bytes + tensor.nbytes > MAX_FILE_BYTES:
             flush()
             num_bytes = 0
-        part[name] = tensor.to("cpu", copy=True)  # out of the buffer that several tensors came in
+        # A copy, since the tensor may be a view into a buffer of several tensors.
+        pending[name] = tensor.to("cpu", copy=True)
         num_bytes += tensor.nbytes
         total_bytes += tensor.nbytes
     flush()
     weight_map = {}
-    for number, names in enumerate(parts):
-        file = "model.safetensors" if len(parts) == 1 else f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
-        (folder / f"{number}.safetensors").rename(folder / file)
+    num_files = len(names_by_file)
+    for index, names in enumerate(names_by_file):
+        file = "model.safetensors" if num_files == 1 else f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
+        (folder / f"{index}.safetensors").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    if len(parts) == 1:
+    if num_files == 1:
         return
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint folder lists every file with its size and checksum, so that damage is noticed.
+"""The manifest of a checkpoint folder lists size and checksum of every file, so that damage is detected.
 
-manifest.json: {"step": 100, "files": {"__0_0.distcp": [bytes, CRC-32], ...}}. It is written last; a folder without it
-was never finished.
+manifest.json: {"step": 100, "files": {"__0_0.distcp": [bytes, CRC-32], ...}}. It is written last. A folder without a
+manifest is unfinished.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from arpo.config.bounded import read_json
 
 MANIFEST = "manifest.json"
 LARGE_BYTES = 1 << 30
-"""Files up to this size are read, whatever they consist of."""
+"""Only larger files are checked for holes."""
 Files = dict[str, list[int]]
 
 
 def step_of(folder: Path) -> int:
-    """Return the step of a checkpoint's folder: step_000100 -> 100; -1 for any other name."""
+    """Return the step of a checkpoint folder: step_000100 -> 100; -1 for any other name."""
     number = folder.name.removeprefix("step_")
     return int(number) if number.isdecimal() else -1
 
@@ -33,35 +33,36 @@ def write(folder: Path, step: int, files: Files) -> None:
 
 
 def read(folder: Path) -> Files | None:
-    """Return the manifest's files, or None if there is no readable manifest of a folder of this name."""
+    """Return the manifest's files, or None if the manifest is unreadable or of another step."""
     try:
         manifest = read_json(folder / MANIFEST)
         files = manifest["files"]
-        is_ours = manifest["step"] == step_of(folder) and all(len(entry) == 2 for entry in files.values())
+        is_valid = manifest["step"] == step_of(folder) and all(len(measures) == 2 for measures in files.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return files or None if is_ours else None
+    return files if files and is_valid else None
 
 
-def find_problem(folder: Path, files: Files | None, part: slice = slice(None)) -> str | None:
-    """Return what is wrong with (this part of) the folder's files, or None.
+def find_problem(folder: Path, files: Files | None, share: slice = slice(None)) -> str | None:
+    """Return the first problem of the folder's files (of this share of them), or None.
 
-    A stranger's manifest may name a device, or a file elsewhere. What is read is in the folder, and of the right size.
+    A manifest from a stranger may name a device, or a file elsewhere. So only plain files of this folder are read, and
+    only if their size is right.
     """
     if files is None:
         return "it has no readable manifest"
-    with os.scandir(folder) as found:
-        entries = {entry.name: entry for entry in found}
+    with os.scandir(folder) as scan:
+        entries = {entry.name: entry for entry in scan}
     for name, entry in entries.items():
         if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
-            return f"{name} is no plain file"  # listed or not: what loads the checkpoint might open it
-    for name in sorted(files)[part]:
+            return f"{name} is no plain file"  # even without an entry in the manifest: the loader might open it
+    for name in sorted(files)[share]:
         if name not in entries:
             return f"{name} is missing"
         try:
             size = entries[name].stat().st_size
             if size == files[name][0] and size > LARGE_BYTES and _data_bytes(folder / name) < size / 10:
-                return f"{name} is mostly a hole"  # a terabyte of it would be read for minutes
+                return f"{name} is mostly a hole"  # reading a terabyte of zeros would take minutes
             measured = size_and_checksum(folder / name) if size == files[name][0] else [size, None]
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
@@ -71,7 +72,7 @@ def find_problem(folder: Path, files: Files | None, part: slice = slice(None)) -
 
 
 def _data_bytes(path: Path) -> int:
-    """Return the size of a file without its holes; all of it where the file system does not tell."""
+    """Return the size of a file without its holes. Return its full size if the file system does not report holes."""
     position = num_bytes = 0
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -79,7 +80,7 @@ def _data_bytes(path: Path) -> int:
             try:
                 start = os.lseek(file.fileno(), position, os.SEEK_DATA)
             except OSError as error:
-                if error.errno == errno.ENXIO:  # no data behind this place
+                if error.errno == errno.ENXIO:  # no data after this position
                     break
                 return size
             position = os.lseek(file.fileno(), start, os.SEEK_HOLE)
@@ -91,7 +92,8 @@ def size_and_checksum(path: Path) -> list[int]:
     size = checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
-            size, checksum = size + len(block), zlib.crc32(block, checksum)
+            size += len(block)
+            checksum = zlib.crc32(block, checksum)
     return [size, checksum]
 
 
@@ -101,7 +103,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the list of a folder's entries, to disk."""
+    """Flush a file, or a folder's list of files, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a rank: its shards of models and moments, and its random states."""
+"""One rank's part of a checkpoint: its shards of models and optimizer moments, and its random states."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ class Snapshot(NamedTuple):
     """The state of a training at one moment."""
 
     tensors: dict[str, Any]
-    """Nested: parameters by name (the policy's: HF names), AdamW's moments and counts."""
+    """Nested: parameters by name (HF names for the policy), AdamW's moments and counts."""
     random_state: dict[str, Any]
     """The fields of a `RandomState`."""
 
-    def staged(self, earlier: Snapshot | None) -> Snapshot:
-        """Return a copy in host memory, to be written while training goes on; in that of an `earlier` one, if any."""
-        copy = _copied(self.tensors, earlier.tensors if earlier else None)
+    def copy_to_host(self, reuse: Snapshot | None) -> Snapshot:
+        """Return a copy in host memory, for writing while training goes on. reuse: an old copy to overwrite."""
+        copy = _copy_tree(self.tensors, reuse.tensors if reuse else None)
         _wait_for_gpu()
         return Snapshot(copy, self.random_state)
 
 
 def snapshot(policy: Policy, optimizer: torch.optim.Optimizer, critic: TrainedCritic | None = None) -> Snapshot:
-    """Return the live tensors, and the random states as they are now."""
+    """Return the live tensors (not copied) and the current random states."""
     return Snapshot(live_tensors(policy, optimizer, critic), vars(RandomState.current()))
 
 
 def live_tensors(policy: Policy, optimizer: torch.optim.Optimizer, critic: TrainedCritic | None) -> dict[str, Any]:
-    """Return what is saved and loaded in place, see `Snapshot.tensors`."""
-    _wait_for_gpu()  # under optim.offload moments may be on their way to the host
+    """Return the tensors to save, or to load in place. See `Snapshot.tensors`."""
+    _wait_for_gpu()  # under optim.offload a copy of moments to the host may be in progress
     tensors = {
         "model": {name: p.detach() for name, p in policy.trained_parameters().items()},
         "optimizer": _moments(policy, optimizer),
@@ -53,12 +53,13 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return get_optimizer_state_dict(model, optimizer)["state"]
 
 
-def _copied(tree: Any, into: Any) -> Any:
+def _copy_tree(tree: Any, into: Any) -> Any:
     if isinstance(tree, dict):
-        return {key: _copied(value, into[key] if into else None) for key, value in tree.items()}
-    copy = torch.empty_like(tree, device="cpu", pin_memory=torch.cuda.is_available()) if into is None else into
-    local(copy).copy_(local(tree), non_blocking=True)
-    return copy
+        return {key: _copy_tree(value, into[key] if into else None) for key, value in tree.items()}
+    if into is None:
+        into = torch.empty_like(tree, device="cpu", pin_memory=torch.cuda.is_available())
+    local(into).copy_(local(tree), non_blocking=True)
+    return into
 
 
 def _wait_for_gpu() -> None:

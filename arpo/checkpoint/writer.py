@@ -1,4 +1,4 @@
-"""Writing distributed checkpoints whose files' sizes and checksums are known without reading them back."""
+"""Write distributed checkpoints, and measure sizes and checksums of the files meanwhile."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ import arpo.checkpoint.manifest as manifest
 
 
 class MeasuredWriter(FileSystemWriter):
-    """torch's writer; `files` are those that this rank has written, as the manifest lists them."""
+    """torch's writer with a list `files` of the files written by this rank, in the manifest's form."""
 
     def __init__(self, folder: Path):
-        super().__init__(folder, sync_files=False)  # torch would do it before the last bytes have left its buffer
+        # torch would sync a file before its last bytes have left the buffer. MeasuredFiles syncs it after closing.
+        super().__init__(folder, sync_files=False)
         self.fs = MeasuredFiles()
         self.files = self.fs.files
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        """Write a file of other things beside the tensors."""
+        """Write a file without tensors."""
         with self.fs.create_stream(self.path / name, "wb") as file:
             file.write(data)
 
 
 class MeasuredFiles(FileSystem):
-    """Flushes each file to disk once it is whole."""
+    """Flushes each finished file to disk, and records its size and checksum."""
 
     def __init__(self) -> None:
         self.files: manifest.Files = {}
@@ -48,11 +49,13 @@ class MeasuredFiles(FileSystem):
 
 
 class MeasuredFile(io.BufferedWriter):
-    """A file that is written from its beginning to its end."""
+    """A file that is written once, from start to end."""
 
-    size = checksum = 0
+    size = 0
+    checksum = 0
 
-    def write(self, part) -> int:
-        self.checksum = zlib.crc32(part, self.checksum)
-        self.size += (written := super().write(part))
-        return written
+    def write(self, data) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        num_written = super().write(data)
+        self.size += num_written
+        return num_written

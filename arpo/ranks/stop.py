@@ -1,7 +1,7 @@
-"""Preemption: SIGTERM or SIGUSR1 lets the running step end; the scripts then save and leave with code 0.
+"""Preemption: after SIGTERM or SIGUSR1 the running step ends, and the scripts save and exit with code 0.
 
-torchrun hands SIGTERM on to its ranks, kills them 30 s later (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, in seconds), and leaves
-with a code of its own. Of SIGUSR1 it knows nothing: scripts/slurm_train_rl.sh sends that one straight to the ranks.
+torchrun passes SIGTERM on to its ranks, kills them 30 s later (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, in seconds), and exits
+with another code. It ignores SIGUSR1: scripts/slurm_train_rl.sh sends this signal directly to the ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Notes, from its construction on, a signal that asks this rank to stop. Before, such a signal ends the process."""
+    """Records signals that ask this rank to stop. Before its construction such a signal ends the process."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -29,17 +29,22 @@ class StopRequest:
             signal.signal(number, self._note)
 
     def agreed(self, ranks: Ranks) -> bool:
-        """Return whether any rank was asked to stop, the same on all ranks, which signals reach in different steps.
-        Collective: one number over gloo."""
-        is_asked = ranks.all_reduce_sum(float(self.asked))[0] > 0
+        """True on all ranks if any rank was asked to stop. Collective: one number over gloo.
+
+        A signal may reach the ranks in different steps, and all must stop after the same step.
+        """
+        [num_asked] = ranks.all_reduce_sum(float(self.asked))
+        is_asked = num_asked > 0
         if is_asked:
-            # The Slurm script repeats it, and Python drops its handlers before the process ends.
+            # The Slurm script repeats the signal. Python removes its handlers before the process ends, and without a
+            # handler the signal would kill it.
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             logger.info("asked to stop by a signal: this step is saved, and the same command continues after it")
         return is_asked
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and a_peer_is_gone():  # torchrun ends the others; no step can be finished
+        if number == signal.SIGTERM and a_peer_is_gone():
+            # torchrun ends the other ranks because one has died. The step cannot be finished.
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.asked = True
@@ -47,7 +52,7 @@ class StopRequest:
 
 
 def a_peer_is_gone() -> bool:
-    """Return whether torchrun has fewer children than it started on this node. It has reaped the dead ones by then."""
+    """True if torchrun has fewer children than it started on this node. It has reaped dead children by then."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     threads = Path(f"/proc/{os.getppid()}/task").glob("*/children")

@@ -29,7 +29,7 @@ class Environment:
         self.codec = make_codec(tokenizer, protocol, self.schemas, enable_thinking=model.enable_thinking)
         self.codec.check_result_room(rollout.max_result_tokens)
         try_context(rollout, self.codec)
-        made = team.ranks.together(lambda: make_tools(tools))
+        made = team.ranks.call_together(lambda: make_tools(tools))
         self.tools = team.tool_runner(made, prices_of(tools))
 
     def prompts(self, file: str, cfg: DataConfig) -> list[Prompt]:

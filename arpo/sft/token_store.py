@@ -122,7 +122,7 @@ def _write(path: str | Path, cfg: SFTDataConfig, codec: Codec, *, folder: Path, 
         building.mkdir(parents=True)
     ranks.barrier()
     try:
-        part = ranks.together(lambda: _write_part(path, cfg, codec, building, ranks))
+        part = ranks.call_together(lambda: _write_part(path, cfg, codec, building, ranks))
         parts = ranks.all_gather_objects(part)
         overlong = [conversation for part in parts for conversation in part.overlong]
         if not any(part.lengths for part in parts):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from arpo.batch import Row, collate
 from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.checkpoints import verify
-from arpo.checkpoint.export import whole_weights, write_export
+from arpo.checkpoint.export import full_weights, write_export
 from arpo.checkpoint.manifest import MANIFEST
 from arpo.checkpoint.snapshot import snapshot
 from arpo.config.sections import ModelConfig, OptimConfig
@@ -387,7 +387,7 @@ def export_after_resume(ranks, model: str, folder: str, out: str) -> None:
     policy, optimizer = load(ranks.mesh, model)
     Checkpoints(Path(folder), ranks).resume(policy, optimizer)
     for _ in range(2):  # the second replaces the first, as a run's next export replaces what the link points to
-        write_export(whole_weights(policy, model), Path(out) / "hf", source=model, link=Path(out) / "newest")
+        write_export(full_weights(policy, model), Path(out) / "hf", source=model, link=Path(out) / "newest")
 
 
 @pytest.fixture(scope="module")

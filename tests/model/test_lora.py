@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from arpo.batch import collate
 from arpo.checkpoint import Checkpoints
-from arpo.checkpoint.export import whole_weights, write_export
+from arpo.checkpoint.export import full_weights, write_export
 from arpo.checkpoint.snapshot import snapshot
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.engine.weight_sync import full_tensors
@@ -150,7 +150,7 @@ def train(ranks, folder: str, run: str, last_step: int, save_at: int) -> dict[st
         step(policy, optimizer)
         if number == save_at:
             folder = checkpoints.write(number, snapshot(policy, optimizer))
-            write_export(whole_weights(policy, cfg.path), folder / "hf", source=cfg.path)
+            write_export(full_weights(policy, cfg.path), folder / "hf", source=cfg.path)
     return whole(policy)
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from arpo.batch import Row
-from arpo.checkpoint.export import whole_weights, write_export
+from arpo.checkpoint.export import full_weights, write_export
 from arpo.engine.team import check_split
 from arpo.engine.weight_sync import check_checkpoint, expected_parameters
 from arpo.errors import UserError
@@ -72,7 +72,7 @@ def test_the_text_model_is_loaded_without_the_vision_tower(folder, policy, mesh)
 def test_the_export_has_the_folders_names_its_vision_tower_and_the_trained_weights(folder, policy, tmp_path):
     with torch.no_grad():
         policy.hf.model.norm.weight.to_local().fill_(0.25)
-    write_export(whole_weights(policy, str(folder)), tmp_path / "hf", source=str(folder))
+    write_export(full_weights(policy, str(folder)), tmp_path / "hf", source=str(folder))
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "hf"))
     assert after.keys() == before.keys()
     assert {name for name in before if not torch.equal(before[name], after[name])} == {

@@ -33,8 +33,9 @@ from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.model.policy import accumulating
 from arpo.ranks import init_ranks
-from arpo.ranks.peers import nccl_backends, where
-from arpo.ranks.ranks import Timers, _log_once_per_node, make_group, make_mesh, seed_everything
+from arpo.ranks.peers import current_line, nccl_backends
+from arpo.ranks.random_state import seed_everything
+from arpo.ranks.ranks import Timers, _log_once_per_node, make_group, make_mesh
 
 # (prompt, response) lengths: nothing divides evenly, one row fills a micro-batch
 # nearly alone. Of one row, the second of two ranks has nothing but an empty micro-batch.
@@ -253,8 +254,8 @@ def test_of_all_groups_those_that_run_on_the_gpu_are_asked_whether_they_have_fai
 def test_a_frame_that_ended_while_it_was_looked_at_is_no_error():
     """CPython 3.11 may show another object in the place of its code, as it once did here."""
     ended = SimpleNamespace(f_code=object(), f_back=None, f_lineno=1)
-    assert where(ended) == "no code of ours"
-    assert where(SimpleNamespace(f_code=form_team.__code__, f_back=ended, f_lineno=7)) == "team.py:7 form_team"
+    assert current_line(ended) == "no code of ours"
+    assert current_line(SimpleNamespace(f_code=form_team.__code__, f_back=ended, f_lineno=7)) == "team.py:7 form_team"
 
 
 def test_a_shard_size_that_does_not_divide_the_ranks_is_refused():
@@ -284,9 +285,9 @@ def helpers(ranks) -> dict:
         return 10 + ranks.rank
 
     with pytest.raises(UserError) as failure:
-        ranks.together(lambda: make(fails_on=1))
+        ranks.call_together(lambda: make(fails_on=1))
     return {
-        "made": ranks.together(lambda: make(fails_on=-1)),
+        "made": ranks.call_together(lambda: make(fails_on=-1)),
         "problem": str(failure.value),
         "sum": ranks.all_reduce_sum(0.1, ranks.rank, 2.0**53),
         "objects": ranks.all_gather_objects({"rank": ranks.rank, "text": "é" * ranks.rank}),
