@@ -218,7 +218,7 @@ def main(cfg: RLConfig) -> None:
             log.trajectories(step, batch.sampled)
         progress.at(step, console_text(values), keep="valid/well_formed" in values)
         entropy_target.add(values.get("loss/entropy"))
-        alarms.look(step, values)
+        alarms.check(step, values)
         saver.save_if_due(step, rollouts, is_final=is_final)
         rollouts.raise_if_broken()
         if is_final:

@@ -1,7 +1,7 @@
-"""Alarms: a number of a step that has left the band of those before it, which is how a collapse begins.
+"""Alarms: warn if a metric leaves its band, since a collapse often begins like this.
 
-The band of a number is around the median of its last steps, so a run that changes slowly takes it along. One step
-beyond it is chance; at the second in a row a line says so, and under run.stop_on_collapse the run ends.
+The band is around the median of the metric's last steps, so it follows slow changes. One step outside may be chance. At
+the second in a row a line warns, and under run.stop_on_collapse the run ends.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from arpo.log.metrics_file import rows_until
 from arpo.log.run_log import Console
 from arpo.ranks import Ranks
 
-NUM_STEPS, LEAST_STEPS = 10, 5
-"""Steps that the median is taken over, and those without which there is none."""
+WINDOW_STEPS = 10
+"""The median is taken over this many last steps."""
+MIN_STEPS = 5
+"""With fewer steps there is no band."""
 IN_A_ROW = 2
-"""Steps beyond the band that make an alarm."""
-NUM_RUN, NUM_NOT_RUN = "tools/all/calls", "tools/all/not_run"
+"""This many steps outside the band in a row raise an alarm."""
+NUM_EXECUTED = "tools/all/calls"
+NUM_NOT_EXECUTED = "tools/all/not_run"
 
 
 class Band(NamedTuple):
-    """How far a number may go from its median: `low` and `high` times that."""
+    """The band of a metric: from `low` to `high` times its median."""
 
     name: str
     tag: str
@@ -34,57 +37,66 @@ class Band(NamedTuple):
 
 
 BANDS = (
-    Band("entropy", "loss/entropy", 1 / 3, 3.0),
-    Band("gradient norm", "optim/grad_norm", 0.0, 2.5),
-    Band("response length", "response/tokens", 1 / 2, 2.0),
-    Band("share of calls that ran", "", 0.7, inf),  # malformed ones and those over a limit do not
+    Band("entropy", "loss/entropy", low=1 / 3, high=3.0),
+    Band("gradient norm", "optim/grad_norm", low=0.0, high=2.5),
+    Band("response length", "response/tokens", low=1 / 2, high=2.0),
+    Band("share of calls that ran", "", low=0.7, high=inf),  # malformed calls and calls over a limit do not run
 )
 
 
 class Alarms:
-    """Watches the numbers of a run, which are the same on all ranks."""
+    """Watches the metrics of a run. They are the same on all ranks."""
 
     def __init__(self, run: RunConfig, log: Console, ranks: Ranks, done_steps: int):
-        """Know the steps that are done from metrics.jsonl. Collective."""
-        self.run, self.log = run, log
+        """Read the metrics of the first `done_steps` steps from metrics.jsonl. Collective."""
+        self.run = run
+        self.log = log
         self.values: dict[str, list[float]] = {band.name: [] for band in BANDS}
-        self.num_beyond = dict.fromkeys(self.values, 0)
-        names = [tag for _, tag, _, _ in BANDS if tag] + [NUM_RUN, NUM_NOT_RUN]
-        before = ranks.from_rank_0(rows_until(run.folder / "metrics.jsonl", done_steps, names=names))
-        for step, row in sorted(before.items()):
+        self.num_outside = dict.fromkeys(self.values, 0)
+        """Number of newest steps in a row outside the band, by its name."""
+        tags = [band.tag for band in BANDS if band.tag] + [NUM_EXECUTED, NUM_NOT_EXECUTED]
+        rows = ranks.from_rank_0(rows_until(run.folder / "metrics.jsonl", done_steps, names=tags))
+        for step, row in sorted(rows.items()):
             self.add(step, row)
 
-    def look(self, step: int, values: Mapping[str, float]) -> None:
-        """Say what is wrong with the numbers of a step. Raises UserError under run.stop_on_collapse."""
+    def check(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the alarms of a step. Raises UserError under run.stop_on_collapse."""
         for alarm in self.add(step, values):
-            saved = sorted(self.run.folder.glob("checkpoints/step_??????"))
-            good = [str(folder) for folder in saved if folder.name <= f"step_{step - IN_A_ROW:06d}"][-1:]
-            said = f"{alarm}; {good[0]} is from before" if good else f"{alarm}; no checkpoint from before is left"
+            last_good = f"step_{step - IN_A_ROW:06d}"
+            folders = sorted(self.run.folder.glob("checkpoints/step_??????"))
+            good_folders = [folder for folder in folders if folder.name <= last_good]
+            if good_folders:
+                message = f"{alarm}; {good_folders[-1]} is from before"
+            else:
+                message = f"{alarm}; no checkpoint from before is left"
             if self.run.stop_on_collapse:
                 fix = "put newer checkpoints away, lower optim.lr say, and go on with --run.resume_changed True"
-                raise UserError(f"step {step}: {said}; {fix}")
-            self.log.line(f"step {step}: alarm: {said}")
+                raise UserError(f"step {step}: {message}; {fix}")
+            self.log.line(f"step {step}: alarm: {message}")
 
     def add(self, step: int, values: Mapping[str, float]) -> list[str]:
-        """Take the numbers of a step, and return what is wrong: a text for each number that has just left its band."""
+        """Add the metrics of a step. Return a text for each metric that has been outside its band for IN_A_ROW
+        steps."""
         alarms = []
         for name, tag, low, high in BANDS:
-            value = values.get(tag) if tag else _share_run(values)
+            value = values.get(tag) if tag else _share_executed(values)
             if value is None or not step:
                 continue
-            before = self.values[name][-NUM_STEPS:]
-            middle = median(before) if len(before) >= LEAST_STEPS else value
-            is_beyond = value < low * middle or value > high * middle  # inf * 0 is no number: nothing is beyond that
-            self.num_beyond[name] = (self.num_beyond[name] + 1) * is_beyond
+            window = self.values[name][-WINDOW_STEPS:]
+            middle = median(window) if len(window) >= MIN_STEPS else value
+            # If the median is 0, inf * 0 is NaN, and no value is above NaN.
+            is_outside = value < low * middle or value > high * middle
+            self.num_outside[name] = self.num_outside[name] + 1 if is_outside else 0
             self.values[name].append(value)
-            if self.num_beyond[name] == IN_A_ROW:
+            if self.num_outside[name] == IN_A_ROW:
                 alarms.append(
-                    f"the {name} is {value:.3g}, and its median over the {len(before)} steps before {middle:.3g}: "
+                    f"the {name} is {value:.3g}, and its median over the {len(window)} steps before {middle:.3g}: "
                     "the policy may be collapsing"
                 )
         return alarms
 
 
-def _share_run(values: Mapping[str, float]) -> float | None:
-    num_run, num_not_run = values.get(NUM_RUN, 0), values.get(NUM_NOT_RUN, 0)
-    return num_run / (num_run + num_not_run) if num_run + num_not_run else None
+def _share_executed(values: Mapping[str, float]) -> float | None:
+    num_executed = values.get(NUM_EXECUTED, 0)
+    num_calls = num_executed + values.get(NUM_NOT_EXECUTED, 0)
+    return num_executed / num_calls if num_calls else None

@@ -1,4 +1,4 @@
-"""The charts on TensorBoard's page "Custom Scalars", in order: title with unit -> regular expressions of the tags."""
+"""The charts on TensorBoard's page "Custom Scalars", in order: title with unit -> regular expressions for tags."""
 
 from __future__ import annotations
 

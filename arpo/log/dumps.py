@@ -1,10 +1,10 @@
-"""Trajectory dumps: whole trajectories of a step, one per line, gzipped, written while the run goes on.
+"""Trajectory dumps: all trajectories of a step, one per line, gzipped. A thread writes them while the run goes on.
 
     RUN/trajectories/step_000100.jsonl.gz  valid_000100.jsonl.gz     of a training
     RUN/trajectories/gaia.0.jsonl  gaia.1.jsonl                      of an evaluation (evals/records.py)
 
-A row is a trajectory's fields (trajectory.py), its prompt (question, answers, messages, data_source), and the rank that
-sampled it. An evaluation adds what grading needs.
+A row has the trajectory's fields (trajectory.py), its prompt (question, answers, messages, data_source), and the rank
+that sampled it. An evaluation adds fields for grading.
 """
 
 from __future__ import annotations
@@ -25,30 +25,36 @@ from arpo.trajectory import BranchDecision, Context, Group, ToolCall, Trajectory
 
 SUFFIX = ".jsonl.gz"
 MAX_LINE_BYTES = 256 << 20
-COMPRESSION = 1  # a fifth of the size in a tenth of the time of level 9, which is 10 % smaller (benchmarks/dumps.py)
+# Level 1 gives a fifth of the size. Level 9 takes ten times longer for 10 % smaller files (benchmarks/dumps.py).
+COMPRESSION = 1
 
 
 class DumpWriter:
-    """Writes dumps one after the other in a thread; only the newest `keep` of each kind stay (0 = all). One that cannot
-    be written is lost, with one line to `say`: no run ends for it."""
+    """Writes dumps in a thread, one after the other. Only the newest `keep` dumps of each kind stay (0 = all).
+
+    A failed dump is lost, with one line to `say`. It does not end the run.
+    """
 
     def __init__(self, folder: Path, *, keep: int = 0, say: Callable[[str], None] = print):
-        self.folder, self.keep, self._say = folder, keep, say
+        self.folder = folder
+        self.keep = keep
         self.num_lost = 0
+        self._say = say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="arpo-dumps")
-        self._written: Future | None = None
+        self._pending: Future | None = None
 
     def write(self, step: int, groups: list[Group], kind: str) -> None:
-        """Begin to write KIND_STEP; the groups must not be changed afterwards. First waits for the dump before it."""
+        """Start to write KIND_STEP, after the dump before it is written. The groups must not change afterwards."""
         self.wait()
-        self._written = self._thread.submit(self._write, self.folder / f"{kind}_{step:06d}{SUFFIX}", groups, kind)
+        self._pending = self._thread.submit(self._write, self.folder / f"{kind}_{step:06d}{SUFFIX}", groups, kind)
 
     def wait(self) -> None:
-        """Wait until all is on disk, or is lost."""
-        written, self._written = self._written, None
+        """Wait until the newest dump is on disk, or lost."""
+        pending = self._pending
+        self._pending = None
         try:
-            if written:
-                written.result()
+            if pending:
+                pending.result()
         except OSError as error:
             self.num_lost += 1
             fix = "free some space, or raise run.dump_every"
@@ -65,7 +71,8 @@ class DumpWriter:
 
     def _write(self, path: Path, groups: list[Group], kind: str) -> None:
         self.folder.mkdir(exist_ok=True)
-        temporary = path.with_suffix(".tmp")  # a killed run leaves no half dump under the name of a whole one
+        # Renamed when it is complete, so that a killed run leaves no unfinished dump under the final name.
+        temporary = path.with_suffix(".tmp")
         try:
             with gzip.open(temporary, "wb", compresslevel=COMPRESSION) as file:
                 for group in groups:
@@ -75,38 +82,45 @@ class DumpWriter:
             temporary.unlink(missing_ok=True)
             raise
         temporary.replace(path)
-        dumps = sorted(self.folder.glob(f"{kind}_*{SUFFIX}"))
-        for old in dumps[: -self.keep] if self.keep else ():
-            old.unlink()
+        if self.keep:
+            for old in sorted(self.folder.glob(f"{kind}_*{SUFFIX}"))[: -self.keep]:
+                old.unlink()
 
 
-def dump_line(group: Group, trajectory: Trajectory, more: dict) -> bytes:
-    """Return a trajectory of a group as a line of a dump, with `more` fields besides its own."""
+def dump_line(group: Group, trajectory: Trajectory, extra_fields: dict) -> bytes:
+    """Return a trajectory of a group as a line of a dump."""
     prompt = group.prompt
-    about = {"question": prompt.messages[-1]["content"], "answers": prompt.answers}
-    about |= {"messages": prompt.messages, "data_source": prompt.data_source, "sampled_by": group.sampled_by}
-    return json.dumps(about | more | trajectory.to_dict(), ensure_ascii=False).encode() + b"\n"
+    prompt_fields = {
+        "question": prompt.messages[-1]["content"],
+        "answers": prompt.answers,
+        "messages": prompt.messages,
+        "data_source": prompt.data_source,
+        "sampled_by": group.sampled_by,
+    }
+    return json.dumps(prompt_fields | extra_fields | trajectory.to_dict(), ensure_ascii=False).encode() + b"\n"
 
 
 def read_dump(path: Path) -> Iterator[tuple[str, Trajectory, dict]]:
-    """Yield for each trajectory of a dump, compressed or not, its place (FILE:LINE), itself, and the other fields.
+    """Yield (FILE:LINE, trajectory, other fields) for each line of a dump, compressed or not.
 
-    A last line without its newline, which a killed or working process left, is passed over. Raises UserError where the
-    file cannot be read, and with the place where a line is not a whole, consistent trajectory.
+    A last line without a newline is skipped: its process was killed, or is still writing. Raises UserError if the file
+    cannot be read, or with FILE:LINE if a line is not a complete, consistent trajectory.
     """
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+            lines = iter(lambda: file.readline(MAX_LINE_BYTES), b"")
+            for number, line in enumerate(lines, 1):
                 if line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
                     place = f"{path}:{number}"
-                    yield (place, *_parsed(line, place))
+                    trajectory, row = _parse_line(line, place)
+                    yield place, trajectory, row
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: cannot read the dump ({reason}); check the path") from None
 
 
-def _parsed(line: bytes, place: str) -> tuple[Trajectory, dict]:
-    """Invert `dump_line`. Raises UserError for a line that is not well-formed."""
+def _parse_line(line: bytes, place: str) -> tuple[Trajectory, dict]:
+    """Invert `dump_line`. Raises UserError for a malformed line."""
     try:
         row = parse_json(line)
         t = Trajectory(**{f.name: row.pop(f.name) for f in fields(Trajectory) if f.name in row})
@@ -117,8 +131,8 @@ def _parsed(line: bytes, place: str) -> tuple[Trajectory, dict]:
             turn.tool_calls = [ToolCall(**call) for call in turn.tool_calls]
             turn.decision = BranchDecision(**turn.decision) if turn.decision else None
         decisions = [turn.decision for turn in t.turns if turn.decision]
-        for one in (t, *t.turns, *t.tool_calls, *decisions, *t.contexts):
-            check_types(one)
+        for record in (t, *t.turns, *t.tool_calls, *decisions, *t.contexts):
+            check_types(record)
         t.check()
         return t, row
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:

@@ -1,4 +1,4 @@
-"""The numbers of the machine that a step ran on: its speeds and its memory."""
+"""Metrics of speed and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 def speeds(values: Mapping[str, float], num_ranks: int) -> dict[str, float]:
-    """Return tokens per second of a rank, which is a GPU where there are any, from a step's tokens and seconds."""
+    """Return tokens per second and rank from a step's tokens and seconds. (A rank is a GPU, if there are GPUs.)"""
     phases = {"sampled": "rollout", "trained": "update"}
     return {
         f"tokens/{tokens}_per_second": values[f"tokens/{tokens}"] / values[f"time/{phase}"] / num_ranks
@@ -24,7 +24,7 @@ def speeds(values: Mapping[str, float], num_ranks: int) -> dict[str, float]:
 
 
 def memory_metrics(device: torch.device) -> Metrics:
-    """Return this rank's memory, of which the fullest rank's is reported. A peak is that since the last call."""
+    """Return this rank's memory. The maximum over ranks is reported. Peaks count from the last call."""
     m = Metrics()
     num_pages = int(Path("/proc/self/statm").read_text().split()[1])
     m.max("memory/host_gib", num_pages * os.sysconf("SC_PAGE_SIZE") / GIB)

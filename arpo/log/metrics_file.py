@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line of JSON per step. It has whole lines only, also where the disk is full for a while."""
+"""metrics.jsonl: one line of JSON per step. It has only complete lines, even if the disk is full for a while."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """Appends rows to a run's metrics.jsonl. Rows for which there is no room wait in memory."""
+    """Appends rows to a run's metrics.jsonl. If the disk is full, rows wait in memory."""
 
     def __init__(self, path: Path, resume_step: int):
-        """Drop the lines that an interrupted run wrote after that of `resume_step` (0: all), for which no room is
-        needed. Raises OSError."""
+        """Drop the lines after `resume_step` (0 = all lines). They are from an interrupted run. Raises OSError.
+
+        This works on a full disk too.
+        """
         self.path = path
         self._waiting: list[Mapping[str, float]] = []
         path.touch()
         self._num_bytes = _num_bytes_until(path, resume_step) if resume_step else 0
-        """Size of the file without what a failed write has left."""
+        """Size of the complete lines. A failed write may leave bytes after them."""
         os.truncate(path, self._num_bytes)
 
     @property
     def waiting_steps(self) -> list[int]:
-        """Steps whose rows are not on disk."""
+        """Steps of the waiting rows."""
         return [int(row["step"]) for row in self._waiting]
 
     def write(self, *rows: Mapping[str, float]) -> str:
-        """Write rows, after those that wait. Return why they still wait; "" where all are written."""
+        """Write the waiting rows, and then these. Return "", or the reason if all of them still wait."""
         self._waiting += rows
         data = "".join(json.dumps(row) + "\n" for row in self._waiting).encode()
         try:
@@ -45,7 +47,8 @@ class MetricsFile:
                 file.seek(self._num_bytes)
                 file.write(data)
         except OSError as error:
-            with contextlib.suppress(OSError):  # else the next write removes the part of a row that there was room for
+            # Remove an incomplete row. If this fails, the next write does it.
+            with contextlib.suppress(OSError):
                 os.truncate(self.path, self._num_bytes)
             return error.strerror or str(error)
         self._num_bytes += len(data)
@@ -54,25 +57,29 @@ class MetricsFile:
 
 
 def _num_bytes_until(path: Path, step: int) -> int:
-    """Return the length of the lines up to a step's. What a power loss has broken ends no run: lines that are none are
-    removed, and missing steps are said."""
+    """Return the length of the lines up to this step. Damaged lines are removed, and missing steps are logged.
+
+    A power loss may damage lines. This must not end the run.
+    """
     steps: set[int] = set()
-    num_bytes, is_damaged = 0, False
+    num_bytes = 0
+    is_damaged = False
     for start, line, row in _rows(path):
         if row["step"] > step:
             break
-        is_damaged = is_damaged or start != num_bytes
+        is_damaged = is_damaged or start != num_bytes  # bytes before this line are not a row
         num_bytes += len(line)
         steps.add(row["step"])
     if is_damaged:
-        writing = path.with_name(path.name + ".tmp")
-        with writing.open("wb") as file:
+        temporary = path.with_name(path.name + ".tmp")
+        with temporary.open("wb") as file:
             for _, line, row in _rows(path):
                 if row["step"] > step:
                     break
                 file.write(line)
-        writing.replace(path)
-    if missing := sorted({*range(1, step + 1)} - steps):
+        temporary.replace(path)
+    missing = sorted({*range(1, step + 1)} - steps)
+    if missing:
         logger.warning("%s: %d steps before %d have no numbers, %d first", path, len(missing), step + 1, missing[0])
     return num_bytes
 
@@ -80,19 +87,20 @@ def _num_bytes_until(path: Path, step: int) -> int:
 def _rows(
     path: Path, *, names: Collection[str] = (), skip_broken: bool = True
 ) -> Iterator[tuple[int, bytes, dict[str, float]]]:
-    """Yield each line that has an end: its place in the file, itself, and its row.
+    """Yield (start in the file, line, row) of each complete line.
 
-    Raises UserError for a device and the like, and for a line that is no row, unless those are passed over; then lines
-    that have none of these names, if some are given, are not read.
+    names: skip lines without any of these names (only with skip_broken). skip_broken: skip damaged lines. Raises
+    UserError for a damaged line without skip_broken, and for a path that is no file.
     """
-    wanted = [json.dumps(name).encode() for name in names if skip_broken]
-    position = 0
+    encoded_names = [json.dumps(name).encode() for name in names if skip_broken]
+    end = 0
     try:
         for number, line in enumerate(read_lines(path), 1):
-            if not line.endswith(b"\n"):  # a killed or working run may leave half a line
+            if not line.endswith(b"\n"):  # the run was killed within this line, or is still writing it
                 return
-            start, position = position, position + len(line)
-            if wanted and not any(name in line for name in wanted):
+            start = end
+            end += len(line)
+            if encoded_names and not any(name in line for name in encoded_names):
                 continue
             try:
                 yield start, line, _row_of(line)
@@ -106,12 +114,14 @@ def _rows(
 
 
 def _row_of(line: bytes) -> dict[str, float]:
-    """Return the numbers of a line. Raises ValueError, TypeError or KeyError for another text."""
+    """Return the numbers of a line. Raises ValueError, TypeError or KeyError for any other text."""
     row = parse_json(line)
-    for name, value in row.items() if isinstance(row, dict) else ():
+    if not isinstance(row, dict):
+        raise TypeError("no object")
+    for name, value in row.items():
         if type(value) not in (int, float):
             raise TypeError(f"{name} is no number")
-    if not 0 <= row["step"] <= MAX_STEP or row["step"] != int(row["step"]):  # NaN is in no range
+    if not 0 <= row["step"] <= MAX_STEP or row["step"] != int(row["step"]):  # the first comparison is False for NaN
         raise ValueError("no step")
     row["step"] = int(row["step"])
     return row
@@ -120,21 +130,23 @@ def _row_of(line: bytes) -> dict[str, float]:
 def rows_until(
     path: Path, step: float, *, names: Collection[str] = (), skip_broken: bool = True
 ) -> dict[int, dict[str, float]]:
-    """Return the numbers of the first `step` steps by step; none where there is no file. Raises as `_rows` does.
+    """Return step -> metrics for the steps up to `step`. Return {} without a file. Raises UserError as `_rows` does.
 
-    names: only these numbers, of the steps that have one of them; a long run has more than fits into memory.
+    names: only these metrics, and only steps with at least one of them. (All metrics of a long run may not fit into
+    memory.)
     """
     rows: dict[int, dict[str, float]] = {}
     for _, _, row in _rows(path, names=names, skip_broken=skip_broken):
         if row["step"] <= step:
-            kept = {name: row[name] for name in ("step", *names) if name in row} if names else row
-            rows.setdefault(row["step"], {}).update(kept)
+            if names:
+                row = {name: row[name] for name in ("step", *names) if name in row}
+            rows.setdefault(row["step"], {}).update(row)
     return rows
 
 
 def read_metrics(folder: Path, names: Collection[str] = ()) -> list[dict[str, float]]:
-    """Return what a run's metrics.jsonl has of each step, in order; `names` as in `rows_until`.
+    """Return the metrics of each step in a run's metrics.jsonl, in order. names: as in `rows_until`.
 
-    Raises UserError for a broken line.
+    Raises UserError for a damaged line.
     """
     return list(rows_until(folder / "metrics.jsonl", inf, names=names, skip_broken=False).values())

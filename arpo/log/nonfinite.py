@@ -1,4 +1,4 @@
-"""The message and the dump about a mini-batch whose loss or gradient is not a finite number."""
+"""Error message and dump for a mini-batch with a loss or gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from arpo.ranks import Ranks
 
 
 class NonFinite(FloatingPointError):
-    """A gradient norm that is not finite, with the losses of this rank's micro-batches, where they are known."""
+    """A gradient norm that is not finite, with the losses of this rank's micro-batches if known."""
 
     def __init__(self, message: str, losses: Sequence[torch.Tensor]):
         super().__init__(message)
@@ -26,11 +26,11 @@ class NonFinite(FloatingPointError):
 def reported_if_not_finite(
     name: str, micros: Sequence[MicroBatch], run_dir: Path, ranks: Ranks, also: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Turn a FloatingPointError of the update of these micro-batches into the UserError that ends the run, the same on
-    all ranks, after writing the micro-batches to RUN/nonfinite; `also` is called before, to dump more.
+    """Turn a FloatingPointError in the block into a UserError that ends the run, and dump the micro-batches.
 
-    `name` is "step 3, mini-batch 2". Ranks whose loss is not finite write theirs; where all losses are finite, or not
-    known, all ranks do. torch.load reads a file: for each micro-batch a dict of tensors.
+    The block is the update of these micro-batches. The dump goes to RUN/nonfinite, from the ranks with a loss that is
+    not finite, or from all ranks if there is no such loss. torch.load reads it: one dict of tensors per micro-batch.
+    All ranks raise the same error. name: "step 3, mini-batch 2". also: called first, to dump more.
     """
     try:
         yield
@@ -39,24 +39,27 @@ def reported_if_not_finite(
         error = caught
     if also:
         also()
-    is_bad = not all(map(math.isfinite, getattr(error, "losses", [])))
-    guilty = [rank for rank, bad in enumerate(ranks.all_gather_objects(is_bad)) if bad]
-    writers = guilty or range(ranks.world_size)
-    file = run_dir / "nonfinite" / f"{name.replace(', ', '_').replace(' ', '_')}_rank_{ranks.rank}.pt"
+    has_bad_loss = not all(map(math.isfinite, getattr(error, "losses", [])))
+    bad_ranks = [rank for rank, is_bad in enumerate(ranks.all_gather_objects(has_bad_loss)) if is_bad]
+    writers = bad_ranks or range(ranks.world_size)
+    path = run_dir / "nonfinite" / f"{name.replace(', ', '_').replace(' ', '_')}_rank_{ranks.rank}.pt"
     problem = ""
     if ranks.rank in writers:
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("wb") as opened:
-                torch.save([tensors_of(micro) for micro in micros], opened)
-        except (OSError, RuntimeError) as failure:  # a full disk must not hide what happened
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                torch.save([tensors_of(micro) for micro in micros], file)
+        except (OSError, RuntimeError) as failure:  # a full disk must not hide the first error
             problem = f"could not be written: {' '.join(str(failure).split())[:200]}"
-    kept = [f"{path} {why}".strip() for path, why in ranks.all_gather_objects((str(file), problem))]
-    whose = "every loss is finite" if isinstance(error, NonFinite) else "in the update of the critic"
-    if guilty:
-        whose = f"the loss of rank {', '.join(map(str, guilty))} is not finite"
+    dumps = [f"{path} {problem}".strip() for path, problem in ranks.all_gather_objects((str(path), problem))]
+    if bad_ranks:
+        cause = f"the loss of rank {', '.join(map(str, bad_ranks))} is not finite"
+    elif isinstance(error, NonFinite):
+        cause = "every loss is finite"
+    else:
+        cause = "in the update of the critic"
     raise UserError(
-        f"{name}: {error}, {whose}; the mini-batch is in {', '.join(kept[rank] for rank in writers)}. The newest "
+        f"{name}: {error}, {cause}; the mini-batch is in {', '.join(dumps[rank] for rank in writers)}. The newest "
         "checkpoint is from before it: continue there with a lower optim.lr (and run.resume_changed True)"
     ) from error
 

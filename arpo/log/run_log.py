@@ -2,7 +2,7 @@
 
     runs/NAME/config.yaml  metrics.jsonl  tb/  trajectories/step_000100.jsonl.gz
 
-An evaluation has only a `Console`. Only rank 0 writes; on other ranks every method does nothing.
+An evaluation has only a `Console`. Only rank 0 writes. On other ranks every method does nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from arpo.log.trackers import TrackedRun, Trackers
 from arpo.trajectory import Group
 
 NUM_TRANSCRIPTS = 2
-"""Number of prompts whose first trajectory the trackers show."""
-LINES_PER_RUN, LINE_EVERY_S = 25, 60.0  # of a progress that no terminal shows
+"""The trackers show the first trajectory of this many prompts."""
+# Without a terminal, progress is printed as lines: about this many per run, and one a minute.
+LINES_PER_RUN = 25
+LINE_EVERY_S = 60.0
 
 
 class Console:
-    """The console of a script. Rank 0 prints lines and the progress of the run there, and the other ranks nothing."""
+    """The console of a script. Rank 0 prints lines and progress. Other ranks print nothing."""
 
     def __init__(self, *, is_main: bool):
         self.is_main = is_main
@@ -39,16 +41,16 @@ class Console:
         if self.is_main:
             print_line(text)
 
-    def progress(self, total: int, what: str, *, done: int = 0, is_part: bool = False) -> Progress:
-        """Return the progress of something with `total` parts, of which `done` are done; rank 0 shows it.
+    def progress(self, total: int, label: str, *, done: int = 0, is_part: bool = False) -> Progress:
+        """Return a progress of `total` parts, with `done` parts done.
 
-        `is_part`: within a step that has a progress of its own. Then only a terminal shows it, and after a second.
+        is_part: True for a progress within a step. Only a terminal shows it, and only after a second.
         """
-        return Progress(total, what, done=done, is_part=is_part, is_main=self.is_main)
+        return Progress(total, label, done=done, is_part=is_part, is_main=self.is_main)
 
 
 class RunLog(Console):
-    """Writer of a training's folder. `resume_step` steps are done; an interrupted run's later lines are dropped."""
+    """Writes into a training's folder. `resume_step` steps are done; later lines of an interrupted run are dropped."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class RunLog(Console):
     def scalars(
         self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]] | None = None
     ) -> None:
-        """Write a line of metrics.jsonl, with a later one where there is no room, and hand all on to the trackers."""
+        """Write a line of metrics.jsonl, and pass everything to the trackers. On a full disk the line waits."""
         if not self.is_main:
             return
         if self.dumps.num_lost:
@@ -88,7 +90,7 @@ class RunLog(Console):
         self.trackers.scalars(step, values, histograms or {})
 
     def trajectories(self, step: int, groups: list[Group], kind: str = "step") -> None:
-        """Begin to write full trajectories (dumps.py). The first of the first prompts also go to the trackers."""
+        """Start to write the trajectories (dumps.py). Trackers get the first trajectory of the first prompts."""
         if not self.is_main:
             return
         self.dumps.write(step, groups, kind)
@@ -99,28 +101,30 @@ class RunLog(Console):
             self.trackers.text(step, f"{kind}/{i}", f"{head}\n\n```\n{text}\n```")
 
     def finish(self) -> None:
-        """Close all files, and say where the run can be looked at."""
-        for where in self.trackers.places() if self.is_main else ():
-            self.line(where)
+        """Print where to look at the run, and close all files."""
+        if self.is_main:
+            for line in self.trackers.where_lines():
+                self.line(line)
         self.close()
 
     def close(self) -> None:
-        """Write what waits, and close all files."""
+        """Write waiting rows, and close all files."""
         if self.is_main:
             self.trackers.close()
             self.dumps.close()
-            if reason := self.metrics.write():
+            reason = self.metrics.write()
+            if reason:
                 steps = ", ".join(map(str, self.metrics.waiting_steps))
                 self.line(f"warning: {self.metrics.path}: lacks the rows of steps {steps} ({reason})")
 
 
 class Progress(tqdm):
-    """A progress bar on a terminal; in a log file a line for each 25th part of the way, and one a minute."""
+    """A progress bar on a terminal. In a log file: a line for each 25th part of the way, and at least one a minute."""
 
-    def __init__(self, total: int, what: str, *, done: int, is_part: bool, is_main: bool):
+    def __init__(self, total: int, label: str, *, done: int, is_part: bool, is_main: bool):
         shows_bar = is_main and sys.stderr.isatty()
         super().__init__(
-            desc=what,
+            desc=label,
             total=total,
             initial=done,
             unit="",
@@ -131,29 +135,33 @@ class Progress(tqdm):
         )
         self.is_main = is_main
         self.prints_lines = not is_part and not (shows_bar and sys.stdout.isatty())
-        self.what, self.start, self.line_at = what, done, done
-        self.started = self.line_time = time.monotonic()
+        self.label = label
+        self.first_done = done
+        self.started_s = time.monotonic()
+        self.done_at_last_line = done
+        self.last_line_s = self.started_s
 
     def at(self, done: int, text: str = "", *, keep: bool = False) -> None:
-        """Show that `done` parts are done, and `text` about the newest. `keep`: print a line on any output."""
+        """Show that `done` parts are done, with a text about the newest one. keep: print a line in any case."""
         self.set_postfix_str(text, refresh=False)
         self.update(done - self.n)
-        now = time.monotonic()
-        is_due = done > self.line_at and (
-            self.line_at == self.start
+        now_s = time.monotonic()
+        is_due = done > self.done_at_last_line and (
+            self.done_at_last_line == self.first_done
             or done == self.total
-            or done * LINES_PER_RUN // self.total > self.line_at * LINES_PER_RUN // self.total
-            or now - self.line_time >= LINE_EVERY_S
+            or done * LINES_PER_RUN // self.total > self.done_at_last_line * LINES_PER_RUN // self.total
+            or now_s - self.last_line_s >= LINE_EVERY_S
         )
         if self.is_main and (keep or (self.prints_lines and is_due)):
-            left_s = (now - self.started) / max(done - self.start, 1) * (self.total - done)
-            parts = [f"{self.what} {done}/{self.total}", text, f"{tqdm.format_interval(left_s)} left"]
+            left_s = (now_s - self.started_s) / max(done - self.first_done, 1) * (self.total - done)
+            parts = [f"{self.label} {done}/{self.total}", text, f"{tqdm.format_interval(left_s)} left"]
             print_line("  ".join(part for part in parts if part))
-            self.line_at, self.line_time = done, now
+            self.done_at_last_line = done
+            self.last_line_s = now_s
 
 
 def print_line(text: str) -> None:
-    """Print to stdout, above the progress bars that a terminal shows. A full disk below it ends no run."""
+    """Print to stdout, above any progress bar on a terminal. A full disk under stdout does not end the run."""
     try:
         tqdm.write(printable(text), file=sys.stdout)
         sys.stdout.flush()

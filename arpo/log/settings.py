@@ -1,9 +1,9 @@
-"""The settings that a run was begun with, as its folder records them, and what was changed since.
+"""The settings of a run as recorded in its folder, and their later changes.
 
-runs/NAME/config.yaml      of its first step, with digests of the files that it names; never overwritten
-runs/NAME/changes.jsonl    {"step": 40, "changes": {"optim.lr": [1e-06, 5e-07]}}: what was changed since, and when
+runs/NAME/config.yaml      settings at the first step, with digests of the files they name; never overwritten
+runs/NAME/changes.jsonl    {"step": 40, "changes": {"optim.lr": [1e-06, 5e-07]}}: later changes, with their step
 runs/NAME/sessions.jsonl   each start: its step, date, commit, versions of packages, and command line
-runs/NAME/code/            the user's own Python files, and what differs from the commit
+runs/NAME/code/            the user's Python files, and differences from the commit
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ CONFIG = "config.yaml"
 CHANGES = "changes.jsonl"
 SESSIONS = "sessions.jsonl"
 CONTENTS = "contents."
-"""What a digest's key has in front of the key of the setting that names the file."""
+"""Prefix of a digest's key. The rest is the key of the option that names the file."""
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """Return the settings of the run in `folder` by dotted keys, as they were changed last. Raises UserError."""
+    """Return the newest settings of the run in `folder` by dotted keys. Raises UserError."""
     try:
         settings = leaves(read_yaml(folder / CONFIG))
-        for line in read_file(folder / CHANGES).splitlines() if (folder / CHANGES).exists() else ():
-            settings |= {key: now for key, (_, now) in parse_json(line)["changes"].items()}
+        if (folder / CHANGES).exists():
+            for line in read_file(folder / CHANGES).splitlines():
+                settings |= {key: now for key, (_, now) in parse_json(line)["changes"].items()}
     except (OSError, AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder}: its settings cannot be read ({reason}); choose another run.name") from None
@@ -39,8 +40,8 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def begun_settings(folder: Path) -> dict[str, Any]:
-    """Return `settings_of` a folder, and {} where there are none, or they cannot be read: a start that needs them says
-    so, another one writes them anew."""
+    """Return `settings_of` a folder, or {} if they are missing or unreadable. A start that needs them raises its own
+    error, and any other start writes them again."""
     try:
         return settings_of(folder)
     except UserError:
@@ -48,43 +49,51 @@ def begun_settings(folder: Path) -> dict[str, Any]:
 
 
 def changes(folder: Path, cfg: Any) -> dict[str, tuple[object, object]]:
-    """Return (before, now) of the keys of `cfg` whose values are others than those of the run in `folder`, in order.
+    """Return key -> (before, now) for the values of `cfg` that differ from the run in `folder`, in order.
 
-    A key that one of the two lacks is an option of another version of the code, and says nothing. Files are compared by
-    their contents, under the key contents.OPTION, and not by their paths. Raises UserError.
+    Keys missing on one side do not count: they are options of another version of the code. Files are compared by
+    contents, under the key contents.OPTION, not by paths. Raises UserError.
     """
     before = settings_of(folder)
-    now = json.loads(json.dumps(leaves(cfg)))  # lists instead of tuples, as the file has them
+    now = json.loads(json.dumps(leaves(cfg)))  # lists instead of tuples, as in the file
     now |= {CONTENTS + key: digest for key, digest in contents_of(cfg).items()}
-    same = {key.removeprefix(CONTENTS) for key in now if key.startswith(CONTENTS) and now[key] == before.get(key)}
+    same_contents = {
+        key.removeprefix(CONTENTS) for key in now if key.startswith(CONTENTS) and now[key] == before.get(key)
+    }
     return {
-        key: (before[key], now[key]) for key in now if key in before and before[key] != now[key] and key not in same
+        key: (before[key], value)
+        for key, value in now.items()
+        if key in before and before[key] != value and key not in same_contents
     }
 
 
 def record_settings(folder: Path, cfg: Any, step: int) -> None:
-    """Write the settings of a new run, or what has changed since for one with `step` steps done; and its code."""
-    if not step:
+    """Record settings and code of a start. For a run with `step` steps done only the changed settings are recorded."""
+    if step:
+        changed = changes(folder, cfg)
+        if changed:
+            with (folder / CHANGES).open("a") as file:
+                file.write(json.dumps({"step": step, "changes": changed}) + "\n")
+    else:
         save_config(cfg, folder / CONFIG, contents_of(cfg))
         (folder / CHANGES).unlink(missing_ok=True)
         (folder / SESSIONS).unlink(missing_ok=True)
-    elif changed := changes(folder, cfg):
-        with (folder / CHANGES).open("a") as file:
-            file.write(json.dumps({"step": step, "changes": changed}) + "\n")
     keep_code(folder / "code", cfg)
     with (folder / SESSIONS).open("a") as file:
         file.write(json.dumps({"step": step} | start_of()) + "\n")
 
 
 def save_config(config: object, path: Path, contents: Mapping[str, str] | None = None) -> None:
-    """Write the resolved config, whole or not at all, as YAML that `load_config` reads back; its first line names the
-    script. contents: digests of the files that it names, by key."""
+    """Write the resolved config as YAML for `load_config`. Readers see the old file or the complete new one.
+
+    The first line names the script. contents: digests of the files named by options, by key.
+    """
     import yaml
 
     head = {"script": config.SCRIPT} if hasattr(config, "SCRIPT") else {}
     if contents:
         head["contents"] = dict(contents)
     plain = json.loads(json.dumps(asdict(config)))  # lists instead of tuples
-    writing = path.with_name(path.name + ".tmp")
-    writing.write_text(yaml.safe_dump(head | plain, sort_keys=False))
-    writing.replace(path)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(yaml.safe_dump(head | plain, sort_keys=False))
+    temporary.replace(path)

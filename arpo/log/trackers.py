@@ -1,8 +1,7 @@
-"""Trackers show the numbers of a run elsewhere than in metrics.jsonl: in TensorBoard, say.
+"""Trackers show the metrics of a run in other programs, like TensorBoard. (metrics.jsonl has them in any case.)
 
-A tracker is one function, in a file of yours (run.trackers FILE.py:NAME) or with one line in TRACKERS. One that cannot
-be imported is an error before a model is loaded; whatever goes wrong later is one warning, and the tracker is off: a
-run never ends for its sake.
+A tracker is one function, in your file (run.trackers FILE.py:NAME) or with a line in TRACKERS. A failed import is an
+error before the model is loaded. A later failure is one warning, and the tracker is turned off: it never ends the run.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from arpo.log.charts import Charts
 
 
 class Tracker(Protocol):
-    """A receiver of the numbers of rank 0. It may raise anything."""
+    """A receiver of rank 0's metrics. It may raise anything."""
 
     where: str
-    """Line that says where the run can be looked at."""
+    """A line that tells the user where to look at the run."""
 
     def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None: ...
 
@@ -35,26 +34,26 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run, as a tracker is told of it when it begins."""
+    """Facts about a run, for its trackers."""
 
     folder: Path
     config: object
     charts: Charts
     resume_step: int
-    """Number of steps that are done; 0 = a new run."""
+    """Number of finished steps; 0 = a new run."""
 
 
 # ---- the trackers
 
 
 class TensorBoard:
-    """RUN/tb. What a killed run wrote after its checkpoint is dropped."""
+    """Writes to RUN/tb. Events of a killed run after its last checkpoint are dropped."""
 
     def __init__(self, run: TrackedRun):
         from torch.utils.tensorboard import SummaryWriter
 
         threading.excepthook = _hook_of_threads
-        purge_step = run.resume_step + 1 if run.resume_step else 0  # also what it did before step 1
+        purge_step = run.resume_step + 1 if run.resume_step else 0  # 0 also drops the events before step 1
         self.where = f"tensorboard --logdir {shlex.quote(str(run.folder / 'tb'))}"
         self._board = SummaryWriter(str(run.folder / "tb"), purge_step=purge_step)
         rows = [f"| {key} | {value} |" for key, value in leaves(run.config).items()]
@@ -80,7 +79,8 @@ class TensorBoard:
 
 
 def _hook_of_threads(failure: threading.ExceptHookArgs) -> None:
-    """Show the error of a thread, but not of TensorBoard's: its next call raises it here, where it is one line."""
+    """Print a thread's error, except for TensorBoard's threads. Its next call raises their error, and `Trackers` prints
+    it as one line."""
     if not type(failure.thread).__module__.startswith("tensorboard."):
         threading.__excepthook__(failure)
 
@@ -88,14 +88,14 @@ def _hook_of_threads(failure: threading.ExceptHookArgs) -> None:
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
 }
-"""Values of `run.trackers`. Each imports its package itself."""
+"""Values of `run.trackers`. Each tracker imports its package itself."""
 
 
 # ---- all of a run's trackers
 
 
 class Trackers:
-    """The trackers of a run. One that raises is told of in a warning, and gets no more; the run goes on."""
+    """The trackers of a run. If one raises, a warning is printed, the tracker is turned off, and the run goes on."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun, *, say: Callable[[str], None]):
         self._say = say
@@ -104,9 +104,9 @@ class Trackers:
             try:
                 self._running[name] = find("run.trackers", name, TRACKERS)(run)
             except Exception as error:
-                self._tell(name, error)
+                self._warn(name, error)
 
-    def _tell(self, name: str, error: Exception) -> None:
+    def _warn(self, name: str, error: Exception) -> None:
         self._say(f"warning: run.trackers: {name} failed ({brief(error)}); it is off, and the run goes on")
 
     def _each(self, action: Callable[[Tracker], object]) -> None:
@@ -115,20 +115,23 @@ class Trackers:
                 action(tracker)
             except Exception as error:
                 del self._running[name]
-                self._tell(name, error)
+                self._warn(name, error)
 
     def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
-        """Hand on the numbers of a step, and the finite values of its histograms."""
-        finite = {name: [number for number in numbers if math.isfinite(number)] for name, numbers in histograms.items()}
-        drawn = {name: numbers for name, numbers in finite.items() if numbers}
-        self._each(lambda tracker: tracker.scalars(step, values, drawn))
+        """Pass on the metrics of a step, and the finite values of its histograms."""
+        finite: dict[str, list[float]] = {}
+        for name, numbers in histograms.items():
+            finite_numbers = [number for number in numbers if math.isfinite(number)]
+            if finite_numbers:
+                finite[name] = finite_numbers
+        self._each(lambda tracker: tracker.scalars(step, values, finite))
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Hand on a Markdown text."""
+        """Pass on a Markdown text."""
         self._each(lambda tracker: tracker.text(step, name, text))
 
-    def places(self) -> list[str]:
-        """Return a line for each tracker that still works, which says where the run can be looked at."""
+    def where_lines(self) -> list[str]:
+        """Return the line `where` of each running tracker."""
         return [tracker.where for tracker in self._running.values()]
 
     def close(self) -> None:

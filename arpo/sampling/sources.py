@@ -2,7 +2,7 @@
 
 The queue is a counter in the process group's store; a pull is one round trip to it. What is sampled for a prompt
 depends on the seed, the step, the prompt, the path in its tree and the turn, and never on the rank. Groups come back in
-the order of the prompts (`Team.exchange`), so all that follows is the same, whoever sampled what.
+the order of the prompts (`Team.all_gather_groups`), so all that follows is the same, whoever sampled what.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def watch(folder, rows: list[dict], *, done_steps: int = 0, stop: bool = False) 
     (run.folder / "metrics.jsonl").write_text(text)
     alarms = Alarms(run, lines, OneRank(), done_steps)
     for step, row in enumerate(rows[done_steps:], done_steps + 1):
-        alarms.look(step, row)
+        alarms.check(step, row)
     return lines
 
 
