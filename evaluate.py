@@ -113,7 +113,7 @@ def main(cfg: EvalConfig) -> None:
         job = Job(sizes_of(cfg.model.path), cfg.model, engine=cfg.engine, max_model_len=cfg.max_model_len)
         check_memory(job, ranks.device)
     team = form_team(ranks, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
-    env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout)
+    env = Environment(model=cfg.model, protocol=cfg.protocol, tools=cfg.tools, team=team, rollout=cfg.rollout)
     muted_tools = team.tool_runner({tag: MutedTool(tag) for tag in env.tools.tools})
     sets, absent = load_sets(cfg.eval, env.codec, env.schemas)
     if cfg.reward.file:

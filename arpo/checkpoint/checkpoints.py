@@ -19,7 +19,7 @@ import shutil
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -74,14 +74,15 @@ class Checkpoints:
         random_states = self.ranks.all_gather_objects(state.random_state)
         writer = MeasuredWriter(temporary)
         try:
-            self.write_together(temporary, self._begin, writer, random_states, progress or {})
+            self.write_together(temporary, lambda: self._begin(writer, random_states, progress or {}))
             with errors_of_all_ranks(f"{temporary}: cannot write the checkpoint", NotWritten):
                 dcp.save(state.tensors, storage_writer=writer, process_group=self.ranks.control)
             if rank_file is not None:
-                self.write_together(temporary, writer.write, RANK_FILE.format(rank=self.ranks.rank), rank_file)
+                name = RANK_FILE.format(rank=self.ranks.rank)
+                self.write_together(temporary, lambda: writer.write(name, rank_file))
             # Each rank lists its own files: on a network disk rank 0 may not see them for a minute.
-            files = self.ranks.all_gather_objects(writer.files)
-            self.write_together(temporary, self._publish, temporary, final, step, dict(ChainMap(*files)))
+            files = dict(ChainMap(*self.ranks.all_gather_objects(writer.files)))
+            self.write_together(temporary, lambda: self._publish(temporary, final, step, files))
         except NotWritten:
             if self.ranks.is_main:
                 # Free the space for the next try.
@@ -114,13 +115,12 @@ class Checkpoints:
             if old.name != linked:
                 shutil.rmtree(old)
 
-    def write_together(self, folder: Path, write: Callable[..., T], *args: Any) -> T:
-        """Call `write` on each rank and return this rank's value. If it fails on one rank, all ranks raise
-        NotWritten."""
+    def write_together(self, folder: Path, write: Callable[[], T]) -> T:
+        """Call `write` on each rank and return this rank's value. If one rank fails, all ranks raise NotWritten."""
 
         def attempt() -> T:
             try:
-                return write(*args)
+                return write()
             except OSError as error:
                 reason = f"rank {self.ranks.rank}: {error.strerror or error}"
                 raise NotWritten(f"{folder}: cannot write the checkpoint ({reason})") from error
