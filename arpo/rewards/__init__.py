@@ -1,8 +1,8 @@
-r"""The reward of a finished trajectory: by rule, by one's own function (custom.py), or a sum of several (terms.py).
+r"""The reward of a finished trajectory: by rule, by a custom function (custom.py), or a sum of terms (terms.py).
 
-By rule it is -1 if the format is wrong; 0 if the format is right and the answer wrong; else the accuracy of the answer,
-plus 0.1 if all of `reward.bonus_tools` were called with success (ARPO sec. 3, eq. 7: search and python). Accuracy is
-mathematical equality for math and token F1 for questions, or an exact match where the rows say so.
+By rule the reward is -1 for a wrong format, 0 for a wrong answer, and otherwise the accuracy of the answer. A bonus of
+0.1 is added if all of `reward.bonus_tools` were called with success (ARPO sec. 3, eq. 7: search and python). Accuracy
+is mathematical equality for math, token F1 for questions, or an exact match if the data ask for this.
 
 >>> score(r"<think>t</think><answer>\boxed{4}</answer>", ["4"], "gsm8k").total
 1.0
@@ -29,13 +29,13 @@ __all__ = ["RewardResult", "load_custom", "score", "score_by_rule", "score_group
 
 RewardFn = Callable[[str, list[str]], float]
 ABILITIES: dict[str, RewardFn] = {"math": math_accuracy, "qa": qa_accuracy, "fact-reasoning": exact_match}
-"""A prompt's `ability` -> accuracy. The last one is that of Search-R1's rows."""
+"""A prompt's `ability` -> accuracy function. "fact-reasoning" is from Search-R1's data."""
 REWARDS: dict[str, RewardFn] = {
     **dict.fromkeys(("aime24", "aime25", "math500", "math", "gsm8k"), math_accuracy),
     **dict.fromkeys(("hotpotqa", "2wiki", "musique", "bamboogle", "SimpleQA", "webwalker", "xbench"), qa_accuracy),
     "demo": exact_accuracy,
 }
-"""Data source -> accuracy. A prompt's own `ability` comes first; sources of mixed content are not listed."""
+"""Data source -> accuracy function. A prompt's `ability` comes first. Sources with mixed content are not listed."""
 
 _LOOKS_LIKE_MATH = re.compile(r"[-+]?[\d.,/]*\d%?|.*(?:\\[a-zA-Z]{2,}|[\^_=$]).*", re.DOTALL)
 
@@ -51,12 +51,13 @@ def score(
     bonus_tools: Sequence[str] = PAPER_TOOLS,
     form: str = "tags",
 ) -> RewardResult:
-    """Return the reward of a response of which there is no more than the text. The rest is as in `score_by_rule`.
+    """Return the reward of a response that is known only as text. Other arguments are as in `score_by_rule`.
 
-    Calls are derived from the text, and so is what the model wrote of it, unless there are `segments`.
+    Calls are derived from the text, and so are the segments if they are not given.
     """
     rules = form_of(form).rules
-    segments = rules.derive_segments(response_text, tools) if segments is None else segments
+    if segments is None:
+        segments = rules.derive_segments(response_text, tools)
     calls = [ToolCall(tag, "", "", ok=True) for tag in rules.answered_calls(segments, tools)]
     response = Trajectory("", "", turns=[Turn(0, tool_calls=calls)], text=response_text, segments=segments)
     cfg = RewardConfig(compat=compat, bonus_tools=tuple(bonus_tools))
@@ -66,10 +67,11 @@ def score(
 def score_by_rule(
     t: Trajectory, prompt: Prompt, cfg: RewardConfig, *, tools: Sequence[str], form: str = "tags"
 ) -> RewardResult:
-    """Return the built-in reward of a trajectory. `tools` are the tags of the loaded tools.
+    """Return the built-in reward of a trajectory.
 
-    All of `cfg.bonus_tools` must have succeeded for the bonus (none = no bonus). `cfg.compat="upstream"` gives the
-    released score and looks at nothing but text and answers. `form` is the value of protocol.format.
+    tools: the tags of the loaded tools. form: the value of protocol.format. For the bonus all of `cfg.bonus_tools` must
+    succeed (an empty tuple = no bonus). With `cfg.compat="upstream"` the released score is computed, from text and
+    answers only.
     """
     if cfg.compat == "upstream":
         return upstream_score(t.text, prompt.answers)
@@ -87,14 +89,16 @@ def score_by_rule(
 
 
 def accuracy_function(answers: list[str], data_source: str, ability: str | None) -> RewardFn:
-    """Choose by `ability` (DAPO writes "MATH"), else by data source, else by what the answers look like: numbers and
-    formulas are math."""
+    """Return the accuracy function for a prompt.
+
+    It is chosen by `ability` (DAPO writes "MATH"), then by data source. Without either, answers that look like numbers
+    or formulas are math, and all others are questions.
+    """
+    function = ABILITIES.get(str(ability).lower()) or REWARDS.get(data_source)
+    if function is not None:
+        return function
     looks_like_math = all(_LOOKS_LIKE_MATH.fullmatch(answer.strip()) for answer in answers)
-    return (
-        ABILITIES.get(str(ability).lower())
-        or REWARDS.get(data_source)
-        or (math_accuracy if looks_like_math else qa_accuracy)
-    )
+    return math_accuracy if looks_like_math else qa_accuracy
 
 
 def score_groups(
@@ -107,14 +111,15 @@ def score_groups(
     form: str = "tags",
     only_new: bool = False,
 ) -> None:
-    """Fill `reward`, `reward_parts` and `reward_reason` of the trajectories; `only_new`: of those without a reward.
+    """Fill `reward`, `reward_parts` and `reward_reason` of the trajectories.
 
-    By `terms` where there are any, else by `custom`, else by rule. `tools` are the tags of the loaded tools, `form` is
-    the value of protocol.format. Raises UserError where a custom reward fails; it names the file and the sample.
+    terms: if given, the reward is their sum. custom: otherwise, if given, the reward is from this function. Without
+    both it is by rule. tools: the tags of the loaded tools. form: the value of protocol.format. only_new: skip
+    trajectories with a reward. Raises UserError with file and sample if a custom reward fails.
     """
-    pairs = [
-        (t, group.prompt) for group in groups for t in group.trajectories if not (only_new and t.reward is not None)
-    ]
+    pairs = [(t, group.prompt) for group in groups for t in group.trajectories]
+    if only_new:
+        pairs = [(t, prompt) for t, prompt in pairs if t.reward is None]
 
     def by_rule(t: Trajectory, prompt: Prompt) -> RewardResult:
         return score_by_rule(t, prompt, cfg, tools=tools, form=form)
@@ -126,4 +131,6 @@ def score_groups(
     else:
         results = [by_rule(t, prompt) for t, prompt in pairs]
     for (t, _), result in zip(pairs, results, strict=True):
-        t.reward, t.reward_parts, t.reward_reason = result.total, dict(result.parts), result.reason
+        t.reward = result.total
+        t.reward_parts = dict(result.parts)
+        t.reward_reason = result.reason

@@ -1,7 +1,7 @@
-"""Named rewards: the reward of a trajectory is the weighted sum of its terms, each of which is logged under its name.
+"""Named rewards: the reward of a trajectory is a weighted sum of terms. Each term is logged under its name.
 
-A built-in term is one function and one line in TERMS. It sees one evidence object, and says 0 to 1 (or -1 to 0) of a
-trajectory. Other terms are functions of the user's (custom.py), which score all trajectories of a call together.
+A built-in term is one function and one line in TERMS. It gets an evidence object, and returns 0 to 1 (or -1 to 0).
+Other terms are custom functions (custom.py). They score all trajectories of a call together.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from dataclasses import dataclass
 
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.errors import UserError
-from arpo.rewards.custom import TAKEN, CustomReward, Pairs, RewardResult, custom_results, load_custom
+from arpo.rewards.custom import RESERVED_NAMES, CustomReward, Pairs, RewardResult, custom_results, load_custom
 from arpo.trajectory import Prompt, Trajectory
 
 BY_RULE = {"answer", "format", "accuracy", "tool_bonus"}
-"""Terms that the built-in reward is made of. With one of them, all parts of that reward are logged."""
+"""Terms from the built-in reward. With one of them, all parts of the built-in reward are logged."""
 
 
 @dataclass(frozen=True)
 class TermEvidence:
-    """All that a built-in term may look at."""
+    """The input of a built-in term."""
 
     trajectory: Trajectory
     prompt: Prompt
     rule: RewardResult | None
-    """The built-in reward; None without a term of BY_RULE."""
+    """The built-in reward; None if no term is in BY_RULE."""
     max_response_tokens: int
-    """Budget of one trajectory: sampled tokens and tool results together."""
+    """Token budget of one trajectory: sampled tokens and tool results together."""
 
 
 def overlong(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
@@ -43,66 +43,71 @@ def overlong(evidence: TermEvidence, cfg: TrainingRewardConfig) -> float:
 TERMS: dict[str, Callable[[TermEvidence, TrainingRewardConfig], float]] = {
     "answer": lambda evidence, cfg: evidence.rule.total,
     "format": lambda evidence, cfg: evidence.rule.parts["format"],
-    "accuracy": lambda evidence, cfg: evidence.rule.parts["accuracy"],  # whatever the format
+    "accuracy": lambda evidence, cfg: evidence.rule.parts["accuracy"],  # even with a wrong format
     "tool_bonus": lambda evidence, cfg: evidence.rule.parts["tool_bonus"],
     "overlong": overlong,
 }
-"""Names in `reward.terms` -> value of a trajectory."""
+"""Name in `reward.terms` -> function for a term's value."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a run, with what they need besides a trajectory and its prompt."""
+    """The terms of a run."""
 
     cfg: TrainingRewardConfig
     max_response_tokens: int
     custom: dict[str, CustomReward]
-    """Entry in `reward.terms` -> the function of the user's that it names."""
+    """Name in `reward.terms` -> custom function."""
 
 
 def load_terms(cfg: TrainingRewardConfig, max_response_tokens: int) -> Terms | None:
-    """Return the terms, the files of their functions imported; None where `reward.terms` is empty. Raises UserError."""
+    """Import the custom functions and return the terms; None if `reward.terms` is empty. Raises UserError."""
     custom = {}
-    for entry in cfg.weights:
-        if entry not in TERMS:
-            custom[entry] = load_custom("reward.terms", entry)
-            name = label(entry)
-            if name in TERMS.keys() | TAKEN or [label(other) for other in cfg.weights].count(name) > 1:
-                another = f"would be logged as reward/{name}, which is another number's name"
-                raise UserError(f"reward.terms: {entry} {another}; rename the function")
+    labels = [label(name) for name in cfg.weights]
+    for name in cfg.weights:
+        if name in TERMS:
+            continue
+        custom[name] = load_custom("reward.terms", name)
+        if label(name) in TERMS.keys() | RESERVED_NAMES or labels.count(label(name)) > 1:
+            problem = f"would be logged as reward/{label(name)}, which is another number's name"
+            raise UserError(f"reward.terms: {name} {problem}; rename the function")
     return Terms(cfg, max_response_tokens, custom) if cfg.terms else None
 
 
-def label(entry: str) -> str:
-    """Return the name of a term in metrics and parts. "answer" -> "answer", "rewards/mine.py:style" -> "style" """
-    return entry.rsplit(":", 1)[-1]
+def label(name: str) -> str:
+    """Return a term's label in metrics and parts. "answer" -> "answer", "rewards/mine.py:style" -> "style" """
+    return name.rsplit(":", 1)[-1]
 
 
 def sums_of_terms(
     terms: Terms, pairs: Pairs, by_rule: Callable[[Trajectory, Prompt], RewardResult]
 ) -> list[RewardResult]:
-    """Return of each trajectory the weighted sum, and as parts each term's own value, and what it is made of.
+    """Return the weighted sum for each trajectory. Its parts are each term's value, and the parts of this value.
 
-    Where a function gives no value, there is no sum, and the reason is its own. Raises UserError where one fails.
+    If a custom function returns no value, there is no sum, and the reason is this function's. Raises UserError if a
+    function fails.
     """
-    own = {entry: custom_results(custom, pairs) for entry, custom in terms.custom.items()}
-    weights, sums = terms.cfg.weights, []
-    for number, (t, prompt) in enumerate(pairs):
+    results_of_custom = {name: custom_results(custom, pairs) for name, custom in terms.custom.items()}
+    weights = terms.cfg.weights
+    sums = []
+    for index, (t, prompt) in enumerate(pairs):
         rule = by_rule(t, prompt) if weights.keys() & BY_RULE else None
         evidence = TermEvidence(t, prompt, rule, terms.max_response_tokens)
-        parts = dict(rule.parts) if rule else {}  # what the values are made of
+        parts = dict(rule.parts) if rule else {}
         reasons = [rule.reason] if rule else []
         values: dict[str, float | None] = {}
-        for entry in weights:
-            if entry in own:
-                result = own[entry][number]
-                values[entry] = result.total
-                parts |= {f"{label(entry)}/{name}": value for name, value in result.parts.items()}
-                parts |= {"accuracy": result.parts["accuracy"]} if "accuracy" in result.parts else {}
-                reasons = [result.reason] if result.total is None else [*reasons, result.reason]
-            else:
-                values[entry] = TERMS[entry](evidence, terms.cfg)
-        parts |= {label(entry): value for entry, value in values.items() if value is not None}
-        total = None if None in values.values() else sum(weights[entry] * value for entry, value in values.items())
+        for name in weights:
+            if name in TERMS:
+                values[name] = TERMS[name](evidence, terms.cfg)
+                continue
+            result = results_of_custom[name][index]
+            values[name] = result.total
+            parts |= {f"{label(name)}/{part}": value for part, value in result.parts.items()}
+            if "accuracy" in result.parts:
+                parts["accuracy"] = result.parts["accuracy"]
+            # A missing value decides the outcome, so its reason replaces the reasons before it.
+            reasons = [result.reason] if result.total is None else [*reasons, result.reason]
+        parts |= {label(name): value for name, value in values.items() if value is not None}
+        total = None if None in values.values() else sum(weights[name] * value for name, value in values.items())
         sums.append(RewardResult(total, parts, next(filter(None, reasons), "")))
     return sums

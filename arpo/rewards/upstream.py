@@ -1,7 +1,7 @@
-r"""The released `deep_research` score, defects included, for comparison with published runs (UPSTREAM facts, sec. 3).
+r"""The released `deep_research` score with its defects, for comparison with published runs (UPSTREAM facts, sec. 3).
 
-It reads the whole response, tool results included; it scores everything by word F1, so that 5 = -5 and 105 = 1.05;
-and it pays the bonus for the mere mention of both closing tags.
+Its defects: it reads tool results too. It scores everything by word F1, so 5 = -5 and 105 = 1.05. It pays the bonus if
+both closing tags occur anywhere.
 """
 
 from __future__ import annotations
@@ -29,29 +29,33 @@ def upstream_score(response_text: str, answers: list[str]) -> RewardResult:
 
 
 def _format_error(text: str) -> str:
-    opened, closed = text.count("<think>"), text.count("</think>")
-    if not opened or not closed:
+    num_opened = text.count("<think>")
+    num_closed = text.count("</think>")
+    if not num_opened or not num_closed:
         return "missing_think"
-    if opened != closed:
+    if num_opened != num_closed:
         return "unpaired_think"
     if text.count("<answer>") != 1 or text.count("</answer>") != 1:
         return "missing_answer" if "<answer>" not in text else "several_answers"
     for tag in ("search", "python"):
         position = 0
         while (start := text.find(f"<{tag}>", position)) >= 0:
-            end, result = text.find(f"</{tag}>", start), text.find("<result>", start)
+            end = text.find(f"</{tag}>", start)
+            result = text.find("<result>", start)
             result_end = text.find("</result>", result)
             if not start < end < result < result_end:
                 return "call_without_result"
-            position = result_end  # calls before it share this result
-    start, end = text.find("<answer>"), text.find("</answer>")
+            position = result_end  # so all calls before this result share it
+    start = text.find("<answer>")
+    end = text.find("</answer>")
     if start > end:
         return "unclosed_answer"
     return "" if "\\boxed{" in text[start:end] and "}" in text[start:end] else "missing_box"
 
 
 def _last_box(text: str) -> str | None:
-    start, depth = text.rfind("\\boxed{") + len("\\boxed{"), 1
+    start = text.rfind("\\boxed{") + len("\\boxed{")
+    depth = 1
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
@@ -65,13 +69,15 @@ def _normalize(text: str) -> str:
 
 
 def word_f1(prediction: str, truth: str) -> float:
-    """Return SQuAD's token F1; yes, no and noanswer count only as an exact match."""
-    predicted, expected = _normalize(prediction), _normalize(truth)
+    """Return SQuAD's token F1. "yes", "no" and "noanswer" count only as an exact match."""
+    predicted = _normalize(prediction)
+    expected = _normalize(truth)
     exact_only = ("yes", "no", "noanswer")
     if predicted != expected and (predicted in exact_only or expected in exact_only):
         return 0.0
     num_common = sum((Counter(predicted.split()) & Counter(expected.split())).values())
     if not num_common:
         return 0.0
-    precision, recall = num_common / len(predicted.split()), num_common / len(expected.split())
+    precision = num_common / len(predicted.split())
+    recall = num_common / len(expected.split())
     return 2 * precision * recall / (precision + recall)

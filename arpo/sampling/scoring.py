@@ -30,7 +30,7 @@ class Scoring:
     def on_group(self, group: Group, seconds: list[float]) -> None:
         """Tell the functions that want to hear of it of a group that is whole; the rollout calls this."""
         for function in self.functions if self.team.is_first else ():
-            if function.begins:
+            if function.has_begin:
                 function.begin(group)
 
     def __call__(self, groups: list[Group]) -> None:

@@ -257,7 +257,7 @@ def late(trajectory, prompt):
 def test_an_object_hears_of_a_group_before_it_scores_it(tmp_path):
     (tmp_path / "r.py").write_text(EARLY)
     group, early = make_group(), load_custom("reward.terms", f"{tmp_path}/r.py:early")
-    assert early.begins and not load_custom("reward.terms", f"{tmp_path}/r.py:late").begins
+    assert early.has_begin and not load_custom("reward.terms", f"{tmp_path}/r.py:late").has_begin
     early.begin(group)
     score_groups([group], RewardConfig(), early, tools=LOADED)
     assert [t.reward for t in group.trajectories] == [1.0, 1.0]
