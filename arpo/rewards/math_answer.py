@@ -1,4 +1,4 @@
-"""Equality of two mathematical answers: cheap exact checks first, math-verify in a child process for the rest."""
+"""Equality of two mathematical answers: first cheap exact checks, then math-verify in a child process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from arpo.rewards.math_text import from_unicode, respelled
 from arpo.rewards.qa import option_letter, unwrap
 
 MAX_CHARS = 1000
-"""Longest answer that is compared as a formula; longer ones must be literally equal."""
+"""Longer answers are not compared as formulas: they must be literally equal."""
 FLOAT_DIGITS = 15
-"""Significant digits from which on a decimal is taken for a float that was printed: 0.30000000000000004 is 0.3."""
+"""A decimal with at least this many significant digits counts as a printed float: 0.30000000000000004 is 0.3."""
 
 _UNITS = {
     alias: names.split()[0]
@@ -28,7 +28,7 @@ _UNITS = {
     )
     for alias in names.split()
 }  # fmt: skip
-"""Spelling of a unit, in the singular -> its name."""
+"""Spelling of a unit in the singular -> its name."""
 
 _GAP = r"(?:\s|~|\\[,;: ])"
 _NUMBER = re.compile(r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)")
@@ -52,127 +52,168 @@ _UNREAD = re.compile(
     r"|\\[A-Za-z]*arrow(?![A-Za-z])|\.\.\.|\d\s*'|%.*\n\s*\S|^(?!.*\\begin\b).*\\\\(?![A-Za-z])",
     re.DOTALL,
 )
-"""What math-verify drops or stops at: dots of a list, an alternative, what takes back the rest, a line break."""
+"""math-verify would drop these signs, or stop at them: dots of a list, an alternative, a negation, a line break."""
 _BASE = re.compile(r"^([0-9A-Fa-f]+)_\{?(\d+)\}?$")
 
 
 def math_accuracy(prediction: str, answers: list[str]) -> float:
-    """Return 1.0 if the prediction equals one of the accepted answers, else 0.0."""
+    """Return 1.0 if the prediction equals one of the accepted answers, otherwise 0.0."""
     return float(any(math_equal(prediction, answer) for answer in answers))
 
 
 def exact_accuracy(prediction: str, answers: list[str]) -> float:
-    """Return 1.0 for the same number or text, else 0.0. "37*482" is not 17834: the arithmetic is the task."""
-    numbers = [_rational(answer.strip()) for answer in answers]
-    number, text = _rational(prediction.strip()), prediction.strip().casefold()
-    return float((number is not None and number in numbers) or text in [a.strip().casefold() for a in answers])
+    """Return 1.0 for the same number or text, otherwise 0.0. "37*482" is not 17834: the arithmetic is the task."""
+    text = prediction.strip()
+    number = _rational(text)
+    for answer in map(str.strip, answers):
+        if text.casefold() == answer.casefold() or (number is not None and number == _rational(answer)):
+            return 1.0
+    return 0.0
 
 
 @lru_cache(maxsize=65536)
 def math_equal(prediction: str, answer: str) -> bool:
-    r"""Return whether the two are the same value. Sign, decimals, slashes count; spelling and LaTeX spacing do not, nor
-    does a unit that only one of them has. docs/evaluation.md lists what was decided in doubtful cases.
+    r"""True if both texts have the same value. docs/evaluation.md lists the decisions in doubtful cases.
+
+    Sign, decimals and slashes count. Spelling and LaTeX spacing do not count, and neither does a unit in only one text.
 
     >>> math_equal("0.5", r"\frac{1}{2}"), math_equal("5", "-5"), math_equal("105", "1.05"), math_equal("1,000", "1000")
     (True, False, False, True)
     """
     is_same_text = prediction.strip() == answer.strip()
-    prediction, answer = _clean(prediction), _clean(last_box(answer) or answer)  # some truths are sentences with a box
+    prediction = _clean(prediction)
+    answer = _clean(last_box(answer) or answer)  # some answers in data files are sentences with a box
     if not prediction:
         return False
     if is_same_text or prediction == answer or _without_spacing(prediction) == _without_spacing(answer):
         return True
     if max(len(prediction), len(answer)) > MAX_CHARS or _UNREAD.search(prediction) or _UNREAD.search(answer):
         return False
-    whole = prediction, answer
-    (prediction, unit), (answer, wanted_unit) = _quantity(prediction), _quantity(answer)
-    if (unit and wanted_unit and unit != wanted_unit) or _is_false_equation(prediction):
+    prediction_with_unit = prediction
+    answer_with_unit = answer
+    prediction, unit = _split_unit(prediction)
+    answer, true_unit = _split_unit(answer)
+    if (unit and true_unit and unit != true_unit) or _is_false_equation(prediction):
         return False
+    # A ratio may equal a ratio or a fraction, but 3:4 is not 0.75.
     if any(_RATIO.fullmatch(a) and _NUMBER.fullmatch(b) for a, b in ((prediction, answer), (answer, prediction))):
-        return False  # a ratio equals a ratio or a fraction, but 3:4 is not 0.75
+        return False
+    # If the answer is one number, "3,14" is a decimal and not a list.
     if _DECIMAL_COMMA.fullmatch(prediction) and not _NUMBER.fullmatch(prediction) and _rational(answer) is not None:
-        prediction = prediction.replace(",", ".")  # no list of numbers: one number is wanted
-    numbers = _rational(prediction), _rational(answer)
-    if None not in numbers:
-        is_fraction = not _NUMBER.fullmatch(prediction)
-        return numbers[0] == numbers[1] or _is_rounding(
-            *((answer, prediction) if is_fraction else (prediction, answer))
-        )
+        prediction = prediction.replace(",", ".")
+    number = _rational(prediction)
+    true_number = _rational(answer)
+    if number is not None and true_number is not None:
+        if number == true_number:
+            return True
+        is_decimal = bool(_NUMBER.fullmatch(prediction))
+        return _is_rounding(prediction, answer) if is_decimal else _is_rounding(answer, prediction)
     if re.fullmatch(r"\(?[A-Z]\)?", answer):
         return (option_letter(prediction) or prediction.strip("()")) == answer.strip("()")
+    # For sympy words are products of letters: listen = silent.
     if _WORDS.fullmatch(answer) or (_LETTERS.fullmatch(answer) and _LETTERS.fullmatch(prediction)):
-        return prediction.casefold() == answer.casefold()  # to sympy, words are products: listen = silent
-    bases = _BASE.match(prediction), _BASE.match(answer)
-    if all(bases) and bases[0][2] != bases[1][2]:
-        return False  # math-verify drops the subscript
-    if bases[0] and numbers[1] is not None:
-        return _in_base(bases[0][1], int(bases[0][2])) == numbers[1]
-    # where one of them has a unit, that may be a variable: mass times g
-    return _is_proven_equal(prediction, answer) or (bool(unit) != bool(wanted_unit) and _is_proven_equal(*whole))
+        return prediction.casefold() == answer.casefold()
+    # math-verify drops the subscript of 101_2, so bases are compared here.
+    in_base = _BASE.match(prediction)
+    true_in_base = _BASE.match(answer)
+    if in_base and true_in_base and in_base[2] != true_in_base[2]:
+        return False
+    if in_base and true_number is not None:
+        return _in_base(in_base[1], int(in_base[2])) == true_number
+    if _is_proven_equal(prediction, answer):
+        return True
+    # If only one text has a unit, this may be a variable: in "5 g" the g may be the acceleration of gravity.
+    return bool(unit) != bool(true_unit) and _is_proven_equal(prediction_with_unit, answer_with_unit)
 
 
 def _clean(text: str) -> str:
     text = unwrap(_DASH.sub("-", respelled(from_unicode(text))))
     for left, right in ((r"\(", r"\)"), (r"\[", r"\]")):
-        text = text.removeprefix(left).removesuffix(right).strip() if text.startswith(left) else text
+        if text.startswith(left):
+            text = text.removeprefix(left).removesuffix(right).strip()
     return text.rstrip(".").strip() if text != "." else text
 
 
 def _without_spacing(text: str) -> str:
-    r"""Remove LaTeX spacing and sizes, and blanks unless they part two words or numbers ("1 2" is not "12")."""
+    r"""Remove LaTeX spacing and sizes, and blanks. A blank between words or numbers stays ("1 2" is not "12")."""
     text = re.sub(r"\\left(?![A-Za-z])|\\right(?![A-Za-z])|\\[!,;: ]|~", " ", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\[a-z]?dots(?![A-Za-z])|\.\.\.", r"\\dots ", text)
     return re.sub(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])", "", text)
 
 
-def _quantity(text: str) -> tuple[str, str]:
-    r"""Part a text from its unit ("" = none), and write a number plainly. "1\,000 dollars" -> ("1000", "dollar")"""
+def _split_unit(text: str) -> tuple[str, str]:
+    r"""Return (text without its unit, unit); unit "" = none. Numbers are normalized too: "1\,000 dollars" -> ("1000",
+    "dollar^1/^1")."""
     unit = ""
-    if match := _QUANTITY.fullmatch(text):
-        name, per = _unit_name(match["unit"]), _unit_name(match["per"])
-        is_apart = match["gap"] or match["per"] or len(match["unit"]) > 1  # 5m may be a product
-        if name and is_apart and (per or not match["per"]):
-            text, unit = match["number"], f"{name}^{match['power'] or 1}/{per}^{match['per_power'] or 1}"
+    quantity = _QUANTITY.fullmatch(text)
+    if quantity:
+        name = _unit_name(quantity["unit"])
+        per = _unit_name(quantity["per"])
+        # 5m may be a product. A gap, a long word or a second unit shows that it is a unit.
+        is_unit = quantity["gap"] or quantity["per"] or len(quantity["unit"]) > 1
+        if name and is_unit and (per or not quantity["per"]):
+            text = quantity["number"]
+            unit = f"{name}^{quantity['power'] or 1}/{per}^{quantity['per_power'] or 1}"
+    return _plain_number(text), unit
+
+
+def _plain_number(text: str) -> str:
+    r"""Write a number without groups, exponent or period, and a mixed number as a fraction. Other texts stay.
+
+    "1\,000" -> "1000", "5e-1" -> "1/2", "0.\overline{3}" -> "3/9", "2 1/2" -> "5/2"
+    """
     if len(text) > 100:
-        return text, unit
+        return text
     if _GROUPED.fullmatch(text):
-        return re.sub(_GAP, "", text), unit
+        return re.sub(_GAP, "", text)
     if _SCIENTIFIC.fullmatch(text):
-        return str(Fraction(text)), unit
-    if match := _REPEATING.fullmatch(text):
-        sign, whole, once, again = match.groups()
-        nines = (10 ** len(again) - 1) * 10 ** len(once)
-        return f"{sign}{int(whole + once + again or 0) - int(whole + once or 0)}/{nines}", unit
-    if (match := _MIXED.fullmatch(text)) and 0 < int(match[3]) < int(match[4]):
-        return f"{match[1]}{int(match[2]) * int(match[4]) + int(match[3])}/{match[4]}", unit
-    return text, unit
+        return str(Fraction(text))
+    repeating = _REPEATING.fullmatch(text)
+    if repeating:
+        sign, whole, once, period = repeating.groups()
+        denominator = (10 ** len(period) - 1) * 10 ** len(once)
+        numerator = int(whole + once + period or 0) - int(whole + once or 0)
+        return f"{sign}{numerator}/{denominator}"
+    mixed = _MIXED.fullmatch(text)
+    if mixed:
+        sign = mixed[1]
+        whole, numerator, denominator = (int(digits) for digits in mixed.groups()[1:])
+        if 0 < numerator < denominator:
+            return f"{sign}{whole * denominator + numerator}/{mixed[4]}"
+    return text
 
 
 def _unit_name(word: str | None) -> str:
-    """Return the name of a unit in any spelling; "" for another word, or for none."""
+    """Return the name of a unit in any spelling; "" for any other word."""
     if not word:
         return ""
     return _UNITS.get(word) or (_UNITS.get(word.removesuffix("s"), "") if len(word) > 2 else "")
 
 
 def _is_false_equation(text: str) -> bool:
-    """Return whether two sides are plain numbers that differ: 4=5. (A decimal at the end may be rounded: 10/3=3.33.)"""
+    """True if two sides are different plain numbers: 4=5. A decimal on the last side may be rounded: 10/3=3.33."""
     *sides, last = (side.strip() for side in _EQUALS.split(text))
-    if not sides or (result := _rational(last)) is None:
+    result = _rational(last)
+    if not sides or result is None:
         return False
-    decimals = len(last.partition(".")[2])
-    rounding = Fraction(1, 2 * 10**decimals) if decimals or r"\approx" in text else 0
-    return any(abs(value - result) > rounding for side in sides if (value := _rational(side)) is not None)
+    num_decimals = len(last.partition(".")[2])
+    tolerance = Fraction(1, 2 * 10**num_decimals) if num_decimals or r"\approx" in text else 0
+    values = [_rational(side) for side in sides]
+    return any(value is not None and abs(value - result) > tolerance for value in values)
 
 
 def _is_rounding(text: str, exact: str) -> bool:
-    """Return whether a text is a decimal of six significant digits, and `exact` rounded to its decimals. If that is a
-    decimal too, it must have more of them. A float as Python prints it may be off by its own last digit."""
-    (_, _, decimals), digits = text.partition("."), re.sub(r"\D", "", text).lstrip("0")
+    """True if a text is a decimal with at least six significant digits, and `exact` rounded to its decimals.
+
+    If `exact` is a decimal too, it must have more decimals. A printed float may differ in its last digit.
+    """
+    decimals = text.partition(".")[2]
+    digits = re.sub(r"\D", "", text).lstrip("0")
     if not _NUMBER.fullmatch(text) or not decimals or len(digits) < 6:
         return False
-    distance, value = abs(_rational(text) - _rational(exact)), _rational(exact)
+    value = _rational(exact)
+    distance = abs(_rational(text) - value)
     if len(digits) >= FLOAT_DIGITS and distance <= abs(value) / 10 ** (FLOAT_DIGITS - 1):
         return True
     if _NUMBER.fullmatch(exact) and len(exact.partition(".")[2]) <= len(decimals):
@@ -181,7 +222,7 @@ def _is_rounding(text: str, exact: str) -> bool:
 
 
 def _in_base(digits: str, base: int) -> int | None:
-    """("101", 2) -> 5; None where these are no digits of that base."""
+    """("101", 2) -> 5. Return None if these are no digits of the base."""
     try:
         return int(digits, base) if 2 <= base <= 36 else None
     except ValueError:
@@ -189,14 +230,17 @@ def _in_base(digits: str, base: int) -> int | None:
 
 
 def _rational(text: str) -> Fraction | None:
-    r"""Return the exact value of a plain number or fraction: "1,000.5", "-3/4", "\frac{3}{4}"; else None."""
+    r"""Return the exact value of a plain number or fraction: "1,000.5", "-3/4", "\frac{3}{4}". Otherwise None."""
     if len(text) > 100:
         return None
     if _NUMBER.fullmatch(text):
         return Fraction(text.replace(",", ""))
-    if match := _FRACTION.fullmatch(text):
-        return Fraction(int(match[1]), int(match[2])) if match[1] else Fraction(f"{match[3]}{match[4]}/{match[5]}")
-    return None
+    fraction = _FRACTION.fullmatch(text)
+    if fraction is None:
+        return None
+    if fraction[1]:
+        return Fraction(int(fraction[1]), int(fraction[2]))
+    return Fraction(f"{fraction[3]}{fraction[4]}/{fraction[5]}")
 
 
 _child = Child(
@@ -208,7 +252,7 @@ _child = Child(
 
 
 def _is_proven_equal(prediction: str, answer: str) -> bool:
-    """Return math-verify's verdict; False where it ran out of time or memory."""
+    """Return math-verify's verdict. Return False if it runs out of time or memory."""
     try:
         return _child.ask([prediction, answer]) is True
     except ChildDied:

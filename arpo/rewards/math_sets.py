@@ -1,7 +1,7 @@
-"""Solved inequalities as sets: "x \neq 2" is the union of two intervals, and "x < -1 or x > 1" is one too.
+"""Solved inequalities as sets. "x \neq 2" is the union of two intervals, and so is "x < -1 or x > 1".
 
-math-verify compares an inequality with a set only where the truth is the inequality. An answer to "solve x^2 < 4" may
-not be "x^2 < 4", so here too a relation must be solved: a variable on one side, and on the other what is free of it.
+math-verify compares an inequality with a set only if the truth is the inequality. A relation must be solved: a variable
+on one side, and an expression without this variable on the other. So "x^2 < 4" does not answer "solve x^2 < 4".
 math_worker.py imports this module by its path.
 """
 
@@ -36,48 +36,56 @@ _MIRRORED = {Lt: Gt, Gt: Lt, Le: Ge, Ge: Le, Ne: Ne, Eq: Eq}
 
 
 def equal_as_sets(truth: Basic, truth_text: str, prediction: Basic, prediction_text: str) -> bool:
-    """Return whether one answer is a solved relation, and the other is the same one or its set.
+    """True if one answer is a solved relation, and the other is the same relation or its set.
 
-    The texts tell whether a list of relations is joined by "or" or by "and"."""
-    solved = [solved_set(truth, truth_text), solved_set(prediction, prediction_text)]
-    if solved == [None, None]:
+    The texts show if a list of relations is joined by "or" or by "and".
+    """
+    solved_truth = solved_set(truth, truth_text)
+    solved_prediction = solved_set(prediction, prediction_text)
+    if solved_truth is None and solved_prediction is None:
         return False
-    if None in solved:
-        other = prediction if solved[1] is None else truth
+    if solved_truth is None or solved_prediction is None:
+        other = truth if solved_truth is None else prediction
         if not isinstance(other, Set) or isinstance(other, FiniteSet):
             return False
-        _, allowed = solved[0] or solved[1]
-        return _same_set(exact(allowed), exact(other))
-    return solved[0][0] == solved[1][0] and _same_set(exact(solved[0][1]), exact(solved[1][1]))
+        _, values = solved_truth or solved_prediction
+        return _same_set(exact(values), exact(other))
+    true_variable, true_values = solved_truth
+    variable, values = solved_prediction
+    return true_variable == variable and _same_set(exact(true_values), exact(values))
 
 
 def solved_set(value: Basic, text: str) -> tuple[str, Set] | None:
-    """Return the variable of a solved relation, or of several, and the set of its values; None for anything else."""
+    """Return (variable, set of its values) of a solved relation, or of several. Return None for anything else."""
     if isinstance(value, And):
-        relations, is_chain = list(value._unsorted_args), True
+        relations = list(value._unsorted_args)
     elif isinstance(value, FiniteSet):
-        relations, is_chain = list(value.args), False
+        relations = list(value.args)
     else:
-        relations, is_chain = [value], False
-    relations = _with_omitted(relations)
+        relations = [value]
+    relations = _expand_unequal(relations)
     if not relations or all(isinstance(r, Eq) and not isinstance(r.rhs, Set) for r in relations):
-        return None  # equations are math-verify's
+        return None  # math-verify compares equations
     variable = _variable(relations)
     if variable is None:
         return None
     sets = [_values(relation, variable) for relation in relations]
     if None in sets:
         return None
+    is_chain = isinstance(value, And)  # like -1 < x < 1
     if is_chain or len(sets) == 1:
-        return variable.name, _all_of(sets)
+        return variable.name, _intersect(sets)
+    has_and = bool(_AND.search(text))
     if _OR.search(text):
-        return None if _AND.search(text) else (variable.name, Union(*sets))
-    # a list without a word: all of them hold, unless they exclude each other, as x < -1, x > 1
-    allowed = _all_of(sets)
-    return variable.name, Union(*sets) if allowed.is_empty and not _AND.search(text) else allowed
+        return None if has_and else (variable.name, Union(*sets))
+    # In a list without "or" and "and" all relations hold, unless they exclude each other, like x < -1, x > 1.
+    intersection = _intersect(sets)
+    if intersection.is_empty and not has_and:
+        return variable.name, Union(*sets)
+    return variable.name, intersection
 
 
-def _with_omitted(relations: list[Basic]) -> list[Basic]:
+def _expand_unequal(relations: list[Basic]) -> list[Basic]:
     """Read "x != 2, 3" as "x != 2, x != 3"."""
     unequal = [relation for relation in relations if isinstance(relation, Ne)]
     numbers = [value for value in relations if getattr(value, "is_number", False)]
@@ -87,7 +95,7 @@ def _with_omitted(relations: list[Basic]) -> list[Basic]:
 
 
 def _variable(relations: list[Basic]) -> Symbol | None:
-    """Return the variable that is a side of all relations. In x > a that is the left one."""
+    """Return the variable that is one side of every relation. In x > a it is the left one."""
     if not all(isinstance(relation, Relational) for relation in relations):
         return None
     for candidate in (*relations[0].args, *relations[-1].args):
@@ -97,14 +105,16 @@ def _variable(relations: list[Basic]) -> Symbol | None:
 
 
 def _values(relation: Relational, variable: Symbol) -> Set | None:
-    """Return the values of a variable that a relation allows; None where it is not solved for the variable."""
-    kind, bound = type(relation), relation.rhs
+    """Return the values of the variable that fulfil the relation. Return None if it is not solved for the variable."""
+    kind = type(relation)
+    bound = relation.rhs
     if relation.lhs != variable:
-        kind, bound = _MIRRORED.get(kind), relation.lhs
+        kind = _MIRRORED.get(kind)
+        bound = relation.lhs
     if variable in bound.free_symbols:
         return None
     if isinstance(bound, Set):
-        return bound if kind is Eq else None  # math-verify reads "x \in A" as an equation
+        return bound if kind is Eq else None  # math-verify parses "x \in A" as an equation
     if kind is Eq:
         return FiniteSet(bound)
     if kind is Ne:
@@ -114,29 +124,36 @@ def _values(relation: Relational, variable: Symbol) -> Set | None:
     return Interval(bound, oo, kind is Gt, True) if kind in (Gt, Ge) else None
 
 
-def _all_of(sets: list[Set]) -> Set:
-    """Intersect sets. A lower and an upper bound make an interval also where they are letters."""
-    if len(sets) == 2 and all(isinstance(one, Interval) for one in sets):
-        upper, lower = sorted(sets, key=lambda one: one.start is not -oo)
+def _intersect(sets: list[Set]) -> Set:
+    """Intersect sets. Bounds may be letters: x > a and x < b give an interval, where sympy cannot compare a and b."""
+    if len(sets) == 2 and all(isinstance(interval, Interval) for interval in sets):
+        upper, lower = sorted(sets, key=lambda interval: interval.start is not -oo)
         if upper.start is -oo and lower.end is oo:
             return Interval(lower.start, upper.end, lower.left_open, upper.right_open)
     return Intersection(*sets)
 
 
-def _same_set(one: Set, other: Set) -> bool:
-    if one == other or one.symmetric_difference(other).is_empty:
+def _same_set(first: Set, second: Set) -> bool:
+    if first == second or first.symmetric_difference(second).is_empty:
         return True
-    pieces = [sorted(_intervals(value), key=str) for value in (one, other)]
-    return len(pieces[0]) == len(pieces[1]) > 0 and all(
+    first_intervals = sorted(_intervals(first), key=str)
+    second_intervals = sorted(_intervals(second), key=str)
+    if not first_intervals or len(first_intervals) != len(second_intervals):
+        return False
+    return all(_same_interval(a, b) for a, b in zip(first_intervals, second_intervals, strict=True))
+
+
+def _same_interval(a: Interval, b: Interval) -> bool:
+    return (
         (a.left_open, a.right_open) == (b.left_open, b.right_open)
         and (a.start == b.start or numeric_equal(a.start, b.start))
         and (a.end == b.end or numeric_equal(a.end, b.end))
-        for a, b in zip(*pieces, strict=True)
     )
 
 
 def _intervals(value: Set) -> list[Interval]:
-    """Return the intervals of a set that consists of intervals only, else nothing."""
-    value = Reals.intersect(value) if not isinstance(value, Interval | Union) else value
-    pieces = list(value.args) if isinstance(value, Union) else [value]
-    return pieces if all(isinstance(piece, Interval) for piece in pieces) else []
+    """Return the intervals of a set. Return [] for a set with other parts."""
+    if not isinstance(value, Interval | Union):
+        value = Reals.intersect(value)
+    parts = list(value.args) if isinstance(value, Union) else [value]
+    return parts if all(isinstance(part, Interval) for part in parts) else []

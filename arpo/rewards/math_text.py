@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (the signs that look like letters are meant)
-r"""Mathematics that is not written in LaTeX, as LaTeX: Unicode's signs, and what Python and sympy print."""
+r"""Converts other notations of mathematics to LaTeX: Unicode signs, and the output of Python and sympy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIGNS = {
     "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
 }  # fmt: skip
 _LETTERS = {i: unicodedata.normalize("NFKC", chr(i)) for i in (*range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800))}
-"""Full-width forms, and the letters of mathematical alphabets (what a copied PDF has) -> the plain ones."""
+"""Full-width characters, and letters of mathematical alphabets (from copied PDFs) -> plain characters."""
 _TABLE = {**_LETTERS, **{ord(sign): latex for sign, latex in _SIGNS.items()}}
 _POWER = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ]+")
 _INDEX = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋ₐₑᵢⱼₖₘₙₓ]+")
@@ -35,7 +35,7 @@ _SPELLINGS = (
     (re.compile(r"\\(bar|overline)(?:\s+|(?=\d))([A-Za-z0-9])"), r"\\\1{\2}"),
     (re.compile(r"\\(?:operatorname|mathrm|text|mathfrak)\{(Re|Im)\}"), r"\\\1"),
 )
-"""LaTeX that math-verify does not read -> the same in LaTeX that it does."""
+"""LaTeX that math-verify cannot parse -> the same in other LaTeX."""
 
 _GREEK = re.findall(
     "[a-z]+", "alpha beta gamma delta epsilon zeta eta theta kappa mu nu xi rho sigma tau phi chi psi omega"
@@ -49,12 +49,12 @@ _FUNCTIONS = {
     **{name: rf"\{name}{{(%s)}}" for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")},
 }  # fmt: skip
 _PYTHON = re.compile(rf"\*|(?<![A-Za-z])(?:pi|oo|{'|'.join([*_FUNCTIONS, *_GREEK])})(?![A-Za-z])")
-"""What shows that a text without a backslash is Python's: a star, or one of the names."""
+"""A star or one of these names marks a text without a backslash as Python."""
 _OMITTED_STAR = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?=(?!e[-+]?\d)[A-Za-z(])")
 
 
 def from_unicode(text: str) -> str:
-    r"""Write Unicode's signs in LaTeX.
+    r"""Convert Unicode signs to LaTeX.
 
     >>> from_unicode("√6/2"), from_unicode("x²"), from_unicode("2½"), from_unicode("３，１４")
     ('\\sqrt{6}/2', 'x^{2}', '2 1/2', '3,14')
@@ -64,19 +64,20 @@ def from_unicode(text: str) -> str:
     text = _POWER.sub(lambda m: f"^{{{_plain(m[0])}}}", text)
     text = _INDEX.sub(lambda m: f"_{{{_plain(m[0])}}}", text)
     text = _PARTS.sub(_fraction, text).replace("\u2044", "/")
-    text = "".join(" " if (kind := unicodedata.category(c)) == "Zs" else "" if kind == "Cf" else c for c in text)
+    # Each space becomes a blank (category Zs), and invisible format characters (Cf) go.
+    text = "".join(" " if unicodedata.category(c) == "Zs" else c for c in text if unicodedata.category(c) != "Cf")
     text = text.translate(_TABLE)
     return _ROOT.sub(lambda m: rf"\sqrt{_DEGREES[m[1]]}{{{m[2] or m[3] or m[4] or ''}}}", text)
 
 
 def respelled(text: str) -> str:
-    r"""Write LaTeX in the spelling that math-verify knows.
+    r"""Respell LaTeX for math-verify.
 
     >>> respelled(r"x \not= 2 \lor x = 3"), respelled(r"z\bar z + \operatorname{Re}(z)")
     ('x \\neq  2 \\text{ or } x = 3', 'z\\bar{z} + \\Re(z)')
     """
-    for spelling, known in _SPELLINGS:
-        text = spelling.sub(known, text)
+    for pattern, replacement in _SPELLINGS:
+        text = pattern.sub(replacement, text)
     return text
 
 
@@ -85,13 +86,13 @@ def _plain(text: str) -> str:
 
 
 def _fraction(match: re.Match) -> str:
-    """Behind a digit, "½" makes a mixed number."""
+    """Convert "½". After a digit it makes a mixed number."""
     above, below = unicodedata.normalize("NFKC", match[2]).split("\u2044")
     return f"{match[1]} {above}/{below}" if match[1] else rf"\frac{{{above}}}{{{below}}}"
 
 
 def from_python(text: str) -> str:
-    r"""Write what Python or sympy prints in LaTeX; any other text stays as it is. Nothing is evaluated.
+    r"""Convert the output of Python or sympy to LaTeX. Other texts stay unchanged. Nothing is evaluated.
 
     >>> from_python("pi/4"), from_python("x**2 + 1 = 0"), from_python("(1, 2*pi]"), from_python("cat")
     ('\\frac{\\pi}{4}', '{x}^{2}+1=0', '(1,2\\cdot \\pi]', 'cat')
@@ -100,22 +101,31 @@ def from_python(text: str) -> str:
         return text
     try:
         return _list(text)
-    except (SyntaxError, ValueError, KeyError, TypeError, RecursionError, MemoryError):  # it is something else
+    except (SyntaxError, ValueError, KeyError, TypeError, RecursionError, MemoryError):  # the text is not Python
         return text
 
 
 def _list(text: str) -> str:
-    """Convert an answer that may be a list, a tuple, an interval or an equation. Raises as `ast.parse` and `_latex`."""
+    """Convert an answer that may be a list, a tuple, an interval or an equation.
+
+    Raises the errors of `ast.parse` and `_latex`.
+    """
     text = text.strip()
-    parts, depth, closed = [""], 0, 0
+    parts = [""]  # items and separators in turn: "a=(b,c)" -> "a", "=", "(b,c)"
+    depth = 0
+    num_in_first_bracket = 0  # characters up to the end of the bracket that the text starts with
     for i, c in enumerate(text):
         depth += (c in "([{") - (c in ")]}")
-        closed = closed or (depth == 0 and i + 1)
-        parts += [c, ""] if c in ",;=<>" and depth == 0 else []
-        parts[-1] += "" if c in ",;=<>" and depth == 0 else c
+        if depth == 0 and not num_in_first_bracket:
+            num_in_first_bracket = i + 1
+        if depth == 0 and c in ",;=<>":
+            parts += [c, ""]
+        else:
+            parts[-1] += c
     if len(parts) > 1:
         return "".join(part if part in ("", *",;=<>") else _list(part) for part in parts)
-    if closed == len(text) and text[:1] in tuple("([{") and ("," in text or text[0] != "("):
+    is_in_brackets = text[:1] in tuple("([{") and num_in_first_bracket == len(text)
+    if is_in_brackets and ("," in text or text[0] != "("):  # (x) is no tuple
         opening, closing = (rf"\{bracket}" if bracket in "{}" else bracket for bracket in (text[0], text[-1]))
         return opening + _list(text[1:-1]) + closing
     source = _OMITTED_STAR.sub(r"\1*", text.replace("^", "**"))
@@ -123,8 +133,8 @@ def _list(text: str) -> str:
 
 
 def _latex(node: ast.expr) -> str:
-    """Raises ValueError for what is no arithmetic, KeyError for an unknown name or function, TypeError for a call with
-    another number of arguments."""
+    """Convert a Python expression. Raises ValueError if it is not arithmetic, KeyError for an unknown name or function,
+    and TypeError for a call with a wrong number of arguments."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return str(Fraction(repr(number))) if "e" in repr(number) else repr(number)
@@ -147,7 +157,8 @@ def _latex(node: ast.expr) -> str:
 
 
 def _bracketed(node: ast.expr) -> str:
-    r"""Put brackets around all but a number, a name and a fraction; \cos (x)^2 would be the cosine of a square."""
+    r"""Put brackets around everything except a number, a name or a fraction. Without them, cos(x)**2 would become
+    \cos (x)^2, the cosine of a square."""
     text = _latex(node)
     is_fraction = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
     return text if is_fraction or isinstance(node, ast.Constant | ast.Name) else f"({text})"

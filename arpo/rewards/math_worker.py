@@ -1,7 +1,7 @@
 """The program of the child process that compares two answers with math-verify (arpo/jail/child.py).
 
-sympy can take forever, or all memory, on what a policy writes. Here either ends this process only: the kernel kills it
-when one comparison has used up its CPU time, whichever code it is stuck in, and the parent starts another one.
+On a policy's text sympy may run forever, or take all memory. Here this ends only the child: the kernel kills it after
+its limit of CPU time for one comparison, in whatever code, and the parent starts another child.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def prepare() -> None:
 
     logging.disable(logging.CRITICAL)
     math_numbers.install()
-    answer(["1", "2"])  # imports all else, before the jail hides it
+    answer(["1", "2"])  # imports everything else before the jail hides it
 
 
 def answer(request: list[str]) -> bool:
@@ -31,18 +31,18 @@ def answer(request: list[str]) -> bool:
     from sympy import Basic
 
     prediction, truth = request
-    # no ExprExtractionConfig: of what it cannot read it takes the last number, so that "n = 3k, k > 1" would be 1
+    # Without ExprExtractionConfig. From an unreadable text it would take the last number: "n = 3k, k > 1" would be 1.
     extraction = [LatexExtractionConfig(boxed_match_priority=0)]
     try:
-        # braces around a last letter: it is a variable, which math-verify would drop for a unit
+        # A last letter is a variable. Without braces math-verify would take it for a unit, and drop it.
         texts = [LAST_LETTER.sub(r"{\1}", from_python(text)) for text in (truth, prediction)]
         boxes = [rf"\boxed{{{text}}}" for text in texts]
-        # without math-verify's own timeouts, which are signals too and would disarm ours
+        # Without math-verify's timeouts: they are signals too, and would turn ours off.
         parsed = [parse(box, extraction, parsing_timeout=None) for box in boxes]
         if verify(parsed[0], parsed[1], timeout_seconds=None):
             return True
         if not all(isinstance(values[0], Basic) for values in parsed):
             return False
         return bool(equal_as_sets(parsed[0][0], texts[0], parsed[1][0], texts[1]))
-    except (Exception, MemoryError, RecursionError):  # whatever sympy makes of it, it is no proof of equality
+    except (Exception, MemoryError, RecursionError):  # sympy may raise anything, and no error proves equality
         return False
