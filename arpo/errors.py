@@ -11,14 +11,14 @@ class UserError(Exception):
 
 
 class PrintableRecord(logging.LogRecord):
-    """A log record with control characters written out. Libraries log through it too."""
+    """A log record with control characters written out. Records of libraries have this class too."""
 
     def getMessage(self) -> str:
         return printable(super().getMessage())
 
     @property
     def exc_text(self) -> str | None:
-        """The formatted traceback. It ends with the exception's message, so it may hold control characters too."""
+        """The formatted traceback. The exception's message in this text may hold control characters."""
         return self._exc_text
 
     @exc_text.setter
@@ -27,7 +27,7 @@ class PrintableRecord(logging.LogRecord):
 
 
 def printable(text: str) -> str:
-    r"""Write control characters out ("\x1b"), except tabs and line breaks, so that a terminal does not obey them.
+    r"""Write control characters out ("\x1b"), except tabs and line breaks, so that no terminal obeys a text.
 
     Our log lines quote untrusted services and files.
     """
