@@ -35,7 +35,7 @@ def edits_of(title: str) -> list[Edit]:
 
 def write_own_file(title: str, folder: Path) -> str:
     """Write the file that a section shows to `folder`, and return its path, as the command line takes it."""
-    [(place, code)] = [edit for edit in edits_of(title) if "file of yours" in " ".join(edit[0].split())]
+    [(place, code)] = [edit for edit in edits_of(title) if "Your file" in " ".join(edit[0].split())]
     path = folder / re.findall(r"`(\w+\.py)`", place)[-1]
     path.write_text(code)
     return str(path)
