@@ -266,7 +266,7 @@ def open_log(cfg: RLConfig, ranks: Ranks, done_steps: int) -> RunLog:
 def log_plan(cfg: RLConfig, num_steps: int, log: RunLog) -> None:
     """Log the expected branching, warnings about the options, calls' cost, and why there will be no RUN/best."""
     log.line(checks.forecast(cfg.rollout, cfg.branching))
-    for warning in checks.doubts(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss):
+    for warning in checks.warnings_of(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss):
         log.line(warning)
     calls = expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step)
     if calls:

@@ -13,8 +13,8 @@ from arpo.start.run_folder import claim_folder
 
 
 def check_evaluation(cfg: Any) -> None:
-    """Raise UserError for the first file of evaluate.py's config that is missing, or whose first rows are useless."""
-    form_of(cfg.protocol.format)  # which records that are there may be in
+    """Raise UserError for the first file of evaluate.py's config that is missing or has no usable first rows."""
+    form_of(cfg.protocol.format)  # records of an earlier start may be in this form
     if cfg.eval.regrade:
         if Path(cfg.eval.regrade).is_dir():
             claim_folder(Path(cfg.eval.regrade), cfg.SCRIPT)

@@ -1,5 +1,7 @@
-"""Contradictions between the sections of a config: a check yields a message for each. A section itself finds those
-within it, and facts.py what is wrong with a single knob. Imports no torch, so that a mistake shows at once.
+"""Checks for contradictions between the sections of a config. Each check yields one message a contradiction.
+
+A section itself checks its own fields, and config/facts.py checks single knobs. This module does not import
+torch, so a mistake shows at once.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutCo
 def check_sizes(
     data: DataConfig, rollout: RolloutConfig, branching: BranchingConfig, update: UpdateConfig
 ) -> Iterator[str]:
-    """Yield which sizes of these sections do not fit each other."""
+    """Yield a message for each pair of sizes that do not fit each other."""
     if not data.train:
         yield "data.train is empty; pass a parquet or jsonl file of prompts"
     has_roots = branching.selector != "none" and not branching.dynamic_budget
@@ -49,7 +51,10 @@ def check_sizes(
 
 
 def check_context(rollout: RolloutConfig, longest: int, max_row: float = inf) -> Iterator[str]:
-    """Yield where contexts do not fit. `longest`: tokens of one, with the prompt; `max_row`: of all, in training."""
+    """Yield a message for each setting of rollout.context that cannot work.
+
+    `longest`: most tokens of one context, with its prompt. `max_row`: most tokens of a row in training.
+    """
     if rollout.context == "append":
         return
     if not longest < rollout.max_trajectory_tokens <= max_row:
@@ -70,7 +75,7 @@ def check_context(rollout: RolloutConfig, longest: int, max_row: float = inf) ->
 
 
 def check_result_room(search: SearchConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Yield that search results are so long that the pages in them would always be cut off again, where they are."""
+    """Yield a message if the pages in a search result are always longer than a result may be."""
     least_tokens = search.read_pages * search.page_chars // 8  # web text has about 4 characters per token, 8 at most
     if not search.summarizer_url and least_tokens > rollout.max_result_tokens:
         yield (
@@ -81,7 +86,7 @@ def check_result_room(search: SearchConfig, rollout: RolloutConfig) -> Iterator[
 
 
 def check_loss(loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
-    """Yield where negative advantages, or the KL to the reference, would have no gradient, or the KL come too late."""
+    """Yield a message for settings under which a part of the loss has no gradient, or the KL comes too late."""
     if loss.dual_clip is not None and loss.dual_clip <= 1:
         yield (
             f"loss.dual_clip={loss.dual_clip} must be above 1, or no token with a negative advantage has a gradient at "
@@ -102,8 +107,8 @@ def check_loss(loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
 def check_sampling_policy(
     engine: EngineConfig, loss: LossConfig, rollout: RolloutConfig, advantage: AdvantageConfig
 ) -> Iterator[str]:
-    """Tokens of older or quantised policies need a rollout correction; yield what lacks it, or has no such tokens."""
-    if rollout.carry_over > 0:  # groups outlive their policy
+    """Yield a message for tokens of an older or quantised policy that the loss does not correct for."""
+    if rollout.carry_over > 0:  # a group has tokens of several policies
         why = f"rollout.carry_over={rollout.carry_over} cannot go with"
         if loss.rollout_correction == "none":
             yield f"{why} loss.rollout_correction=none; set it to tis or mis"
@@ -119,13 +124,14 @@ def check_sampling_policy(
 
 
 def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossConfig) -> Iterator[str]:
-    """Yield which algorithms need whole rows on a rank, where context parallelism gives it parts."""
+    """Yield a message for each option that needs whole rows on a rank, if context parallelism splits the rows."""
     if model.context_parallel == 1:
         return
-    known = names_of("losses", "NEED_WHOLE_ROWS") + names_of("rollout_correction", "NEED_WHOLE_ROWS")
+    need_whole_rows = names_of("losses", "NEED_WHOLE_ROWS") + names_of("rollout_correction", "NEED_WHOLE_ROWS")
 
-    def combines(value: str) -> bool:  # a user's function may
-        return is_own(value) or value in known
+    def combines(value: str) -> bool:
+        """True if the function combines tokens of a row, or may do so, being the user's."""
+        return is_own(value) or value in need_whole_rows
 
     for wrong, option in (
         (advantage.needs_critic, f"advantage.kind={advantage.kind}"),
@@ -139,7 +145,7 @@ def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossCon
 
 
 def check_terms(reward: TrainingRewardConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Yield which terms of the reward cannot have a value."""
+    """Yield a message for each term of the reward that cannot have a value."""
     if "overlong" in reward.weights and rollout.context != "append":
         yield f"reward term overlong counts the tokens of one context; drop it, or rollout.context={rollout.context}"
     if "overlong" in reward.weights and reward.overlong_buffer_tokens >= rollout.max_response_tokens:
@@ -149,10 +155,10 @@ def check_terms(reward: TrainingRewardConfig, rollout: RolloutConfig) -> Iterato
         )
 
 
-def doubts(
+def warnings_of(
     rollout: RolloutConfig, branching: BranchingConfig, advantage: AdvantageConfig, loss: LossConfig
 ) -> Iterator[str]:
-    """Yield warnings: a trajectory has nothing to be compared with, or selector=aepo came without parts of AEPO."""
+    """Yield a warning for a group of one without a critic, and for selector=aepo without other parts of AEPO."""
     if rollout.group_size == 1 and not advantage.needs_critic:
         yield "warning: rollout.group_size=1: a trajectory's advantage is its whole reward (REINFORCE, no baseline)"
     parts = {
@@ -166,8 +172,9 @@ def doubts(
 
 
 def forecast(rollout: RolloutConfig, cfg: BranchingConfig) -> str:
-    """Return a line that says how many roots, forks and decisions a prompt has under these settings."""
-    size, calls = rollout.group_size, rollout.max_tool_calls
+    """Return a line for the log: the numbers of roots, forks and decisions of a prompt."""
+    size = rollout.group_size
+    calls = rollout.max_tool_calls
     if cfg.selector == "none":
         return f"branching: none, {size} roots a prompt"
     roots = 1 if cfg.dynamic_budget else min(cfg.num_initial_rollouts, size)

@@ -1,4 +1,4 @@
-"""What the tools of a run will be asked, and what that costs, before it is started."""
+"""The number of tool calls of a run, and their price, before the run starts."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from arpo.tools import prices, tool_schemas
 
 
 def expected_calls(tools: ToolsConfig, rollout: RolloutConfig, num_steps: int, num_prompts: int) -> str:
-    """Return a line on the tool calls of a whole run of `num_steps`, and their price; "" where there are none.
+    """Return a line on the tool calls of a run of `num_steps` steps, and their price; "" for a run without calls.
 
-    From one call a trajectory to the limit. A fork inherits calls, which are not made again, and a cache's answer is
-    free, so it may be less; resampled prompts and validations come on top.
+    The range is from one call a trajectory to the limit. The real number may be lower: a fork does not repeat the calls
+    that it inherits, and a cached answer is free. It may be higher: resampled prompts and validations are not counted.
     """
     most = rollout.max_tool_calls
     if not tools.names or not most:
         return ""
-    number = num_steps * num_prompts * rollout.group_size
+    num_trajectories = num_steps * num_prompts * rollout.group_size
     line = (
-        f"tool calls: {num_steps:,} steps x {num_prompts} prompts x {rollout.group_size} trajectories are {number:,} "
-        f"with one each, {number * most:,} with {most} each (less what forks inherit and caches answer)"
+        f"tool calls: {num_steps:,} steps x {num_prompts} prompts x {rollout.group_size} trajectories are "
+        f"{num_trajectories:,} "
+        f"with one each, {num_trajectories * most:,} with {most} each (less what forks inherit and caches answer)"
     )
     for name, price in prices(tools.price_per_call, tuple(tool_schemas(tools))).items():
         limit = min(rollout.call_limits.get(name, most), most)
-        line += f"; {name} at {price:g} a call: {number * price:,.2f} to {number * limit * price:,.2f}"
+        least = num_trajectories * price
+        line += f"; {name} at {price:g} a call: {least:,.2f} to {least * limit:,.2f}"
     return line

@@ -1,4 +1,4 @@
-"""The files that a script's options name, looked at before torch is imported: a misspelt path is answered in a second.
+"""Checks the files that the options name, before torch is imported. So a misspelt path is reported in a second.
 
 `load_or_exit` calls the check of its script: `check_rl`, sft/inputs.py:check_sft, or evals/inputs.py:check_evaluation.
 They read the first rows of data only.
@@ -23,27 +23,37 @@ from arpo.log.trackers import TRACKERS
 from arpo.start.run_folder import check_run_folder
 from arpo.tools import check_known, tool_schemas
 from arpo.tools.search.tool import check_search
+from arpo.trajectory import Prompt
 
 NUM_ROWS = 50
-OWN = (
-    "loss.kind", "loss.aggregation", "loss.kl_estimator", "loss.rollout_correction", "branching.selector",
-    "advantage.kind", "advantage.tree", "data.order", "protocol.format",
-)  # fmt: skip
-"""Options whose FILE.py is imported here, so that what is wrong with it is known before a model is loaded."""
+"""Number of first rows of a file that are checked."""
+IMPORTED = (
+    "loss.kind",
+    "loss.aggregation",
+    "loss.kl_estimator",
+    "loss.rollout_correction",
+    "branching.selector",
+    "advantage.kind",
+    "advantage.tree",
+    "data.order",
+    "protocol.format",
+)
+"""Options whose FILE.py is imported here, so that an error in it shows before a model is loaded."""
 
 
 def check_rl(cfg: Any) -> None:
-    """Raise UserError for the first file of train_rl.py's config that is missing, or whose first rows are useless."""
+    """Raise UserError for the first file of train_rl.py's config that is missing or has no usable first rows."""
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     check_questions(filter(None, (cfg.data.train, cfg.data.valid)), cfg.tools)
-    for option in OWN:
-        if is_own(value := attrgetter(option)(cfg)):
+    for option in IMPORTED:
+        value = attrgetter(option)(cfg)
+        if is_own(value):
             find(option, value, {})
     check_run(cfg)
 
 
 def check_run(cfg: Any) -> None:
-    """Check what the trainings have in common."""
+    """Check the run's folder, its data and its trackers, for both trainings. Raises UserError."""
     check_run_folder(cfg.run, cfg)
     files = [local_file(path) for path in (cfg.data.train, cfg.data.valid) if path]
     if os.environ.get("RANK", "0") == "0" and len({digest_of(file) for file in files}) < len(files):
@@ -53,15 +63,19 @@ def check_run(cfg: Any) -> None:
 
 
 def check_questions(paths: Iterable[str], tools: ToolsConfig) -> None:
-    """Raise UserError where no first row of a file is a question, or one offers an unknown tool; or for the search."""
+    """Check the first rows of files with questions, and the settings of the search.
+
+    Raises UserError if none of a file's rows is a question, if a row offers an unknown tool, or for the search.
+    """
     tags = tuple(tool_schemas(tools))
     for path in paths:
-        prompts, bad = [], []
-        for place, row in islice(read_rows(local_file(path)), NUM_ROWS):
+        prompts: list[Prompt] = []
+        bad: list[str] = []
+        for where, row in islice(read_rows(local_file(path)), NUM_ROWS):
             try:
-                prompts.append(parse_prompt(row, place.removeprefix(path).lstrip(": "), default_source="")[0])
+                prompts.append(parse_prompt(row, where.removeprefix(path).lstrip(": "), default_source="")[0])
             except BadRow as error:
-                bad.append(f"{place}: {error}")
+                bad.append(f"{where}: {error}")
         if bad and not prompts:
             raise UserError(
                 f"{bad[0]} (so it is with all of the first {len(bad)}); repair the file, or rename its columns"

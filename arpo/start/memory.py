@@ -1,8 +1,8 @@
-"""GPU memory by arithmetic, before a model is loaded: what cannot fit is refused, all else is a line of the log.
+"""Estimates GPU memory before a model is loaded. A job that cannot fit is refused; for any other, a line is logged.
 
 Parameters, gradients and AdamW's moments are float32 shards. While a rank samples, vLLM has its share of the GPU for
-weights and a KV cache. Sums over parameters are exact, what vLLM keeps for its largest step is an estimate; none of it
-was compared with a GPU. What an update takes besides is estimated by benchmarks/scaling.py.
+weights and a KV cache. Sums over parameters are exact. The memory of vLLM's largest step is an estimate. Nothing here
+was compared with a GPU. benchmarks/scaling.py estimates the memory that an update takes besides.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from arpo.errors import UserError
 
 logger = logging.getLogger(__name__)
 GIB = 2**30
-FP32, BF16 = 4, 2
-"""Bytes of a number."""
+FP32 = 4
+"""Bytes of a float32 number."""
+BF16 = 2
 NUM_STATES = 4
-"""Float32 numbers of a trained parameter: itself, its gradient, AdamW's two moments."""
+"""Float32 numbers per trained parameter: the parameter, its gradient, AdamW's two moments."""
 SIZE_OF = {"float32": FP32, "bfloat16": BF16}
 CONTEXT_GIB = 1.0
-"""CUDA's context and NCCL's buffers, of which every process has some, at the least."""
+"""Least memory of a process for CUDA's context and NCCL's buffers."""
 
 
 class Sizes(NamedTuple):
@@ -34,18 +35,18 @@ class Sizes(NamedTuple):
 
     parameters: int
     kv_numbers_per_token: int
-    """Of the layers that attend"""
+    """Over the layers with attention"""
     kv_heads: int
     hidden: int
     intermediate: int
     vocab: int
     state_numbers_per_row: int = 0
-    """Of the layers with gated delta, whatever the length of the row"""
+    """Over the layers with gated delta; does not depend on the row's length"""
     head_dim: int = 0
 
 
 def sizes_of(path: str) -> Sizes | None:
-    """Return the sizes of a model's folder, or hub name; None for one that this arithmetic does not know."""
+    """Return the sizes of a model (folder or hub name); None for a kind of model that this arithmetic does not know."""
     from transformers import AutoConfig
 
     try:
@@ -68,7 +69,7 @@ def sizes_of(path: str) -> Sizes | None:
 
 
 def state_numbers(config: Any) -> int:
-    """Return the numbers that a gated-delta layer keeps of a row: a matrix for each head, and the last convolved."""
+    """Return how many numbers a gated-delta layer keeps of a row: a matrix per head, and the convolution's inputs."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     return values * config.linear_key_head_dim + (config.linear_conv_kernel_dim - 1) * (2 * keys + values)
@@ -79,7 +80,7 @@ class Job:
     """The settings of a run that decide how much memory a GPU needs."""
 
     sizes: Sizes | None
-    """None of a model that this arithmetic does not know"""
+    """None for a model that this arithmetic does not know"""
     model: ModelConfig
     num_shards: int = 0
     """Ranks that share a copy of the model in training; 0 = nothing is trained."""
@@ -88,16 +89,16 @@ class Job:
     """Longest row that the engine must hold."""
     critic: Sizes | None = None
     reference: Sizes | None = None
-    """None also where it lies in CPU memory."""
+    """None also for a reference in CPU memory"""
     offload: bool = False
-    """The moments are on the GPU for an optimizer step alone (optim.offload)."""
+    """True if the moments are on the GPU only during an optimizer step (optim.offload)"""
 
 
 def training_state(job: Job, num_states: int = NUM_STATES) -> float:
-    """Return the bytes of parameters, gradients and optimizer, of the critic too, and of the reference's parameters."""
+    """Return the bytes of policy and critic (parameters, gradients, optimizer) and of the reference's parameters."""
     if not job.num_shards:
         return 0.0
-    num_per_weight = 1 if job.model.lora_rank else num_states  # those of the adapters are taken as nothing
+    num_per_weight = 1 if job.model.lora_rank else num_states  # the adapters' own numbers are neglected
     count = num_per_weight * job.sizes.parameters
     count += num_states * job.critic.parameters if job.critic else 0
     count += job.reference.parameters if job.reference else 0
@@ -105,7 +106,7 @@ def training_state(job: Job, num_states: int = NUM_STATES) -> float:
 
 
 def resting_state(job: Job) -> float:
-    """Return the bytes of the training state that are on the GPU while vLLM samples: no gradients are."""
+    """Return the bytes of the training state that stay on the GPU while vLLM samples. Gradients do not."""
     return training_state(job, 1 if job.offload else NUM_STATES - 1)
 
 
@@ -116,7 +117,7 @@ class EngineMemory:
     budget: float
     weights: float
     kv_cache: float
-    """What weights and vLLM's largest step leave of the budget; below 0 where they take more."""
+    """The rest of the budget beside weights and vLLM's largest step; below 0 if these take more than the budget"""
     kv_bytes_per_token: float
 
     @property
@@ -125,8 +126,10 @@ class EngineMemory:
 
 
 def engine_memory(sizes: Sizes, engine: EngineConfig, gpu_bytes: float) -> EngineMemory:
-    parts, number = engine.tensor_parallel, SIZE_OF[engine.dtype]
-    budget, weights = engine.gpu_memory_utilization * gpu_bytes, number * sizes.parameters / parts
+    parts = engine.tensor_parallel
+    number = SIZE_OF[engine.dtype]  # bytes of a number
+    budget = engine.gpu_memory_utilization * gpu_bytes
+    weights = number * sizes.parameters / parts
     # vLLM keeps room for its largest step: gate and up of all tokens beside three hidden states, and the sampler's
     # float32 logits, their log-softmax, and the sorted ones with their int64 indices.
     tokens = engine.max_num_batched_tokens * number * (2 * sizes.intermediate / parts + 3 * sizes.hidden)
@@ -137,22 +140,26 @@ def engine_memory(sizes: Sizes, engine: EngineConfig, gpu_bytes: float) -> Engin
 
 
 def misfits(job: Job, gpu_bytes: float) -> list[str]:
-    """Return why the job cannot run, and what to change; nothing where it can."""
-    total, state, reasons = f"{gpu_bytes / GIB:.1f} GiB", training_state(job), []
+    """Return the reasons why the job cannot run, each with the fix; [] if it can."""
+    total = f"{gpu_bytes / GIB:.1f} GiB"
+    state = training_state(job)
+    reasons: list[str] = []
     if state + CONTEXT_GIB * GIB > gpu_bytes:
         reasons.append(
             f"the training state needs {state / GIB:.1f} GiB of a GPU's {total}; use more GPUs, or model.lora_rank"
         )
     if not job.engine:
         return reasons
-    vllm, share = engine_memory(job.sizes, job.engine, gpu_bytes), job.engine.gpu_memory_utilization
+    vllm = engine_memory(job.sizes, job.engine, gpu_bytes)
+    share = job.engine.gpu_memory_utilization
+    resting = resting_state(job)
     if vllm.kv_tokens < job.max_model_len:
         reasons.append(
             f"engine.gpu_memory_utilization={share:g} of {total} leaves "
             f"{max(vllm.kv_cache, 0) / GIB:.1f} GiB for vLLM's KV cache, beside {vllm.weights / GIB:.1f} of "
             f"weights: less than one row of {job.max_model_len} tokens; raise it, or engine.tensor_parallel"
         )
-    if (resting := resting_state(job)) and resting + vllm.budget + CONTEXT_GIB * GIB > gpu_bytes:
+    if resting and resting + vllm.budget + CONTEXT_GIB * GIB > gpu_bytes:
         offload = "" if job.offload or job.model.lora_rank else ", or set optim.offload=True"
         reasons.append(
             f"engine.gpu_memory_utilization={share:g} of {total} leaves no room for the {resting / GIB:.1f} GiB of the "
@@ -179,7 +186,7 @@ def describe(job: Job, gpu_bytes: float) -> str:
 
 
 def check_memory(job: Job, device: torch.device) -> None:
-    """Log what the job needs of this GPU. Raises UserError where it does not fit, or a CPU has no kernel for it."""
+    """Log how much memory of this GPU the job needs. Raises UserError if it does not fit, or has no kernel on a CPU."""
     if not job.sizes:
         return
     if job.engine and device.type == "cpu" and job.sizes.head_dim not in CPU_HEAD_SIZES:
@@ -190,6 +197,7 @@ def check_memory(job: Job, device: torch.device) -> None:
     if device.type != "cuda":
         return
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory
-    if reasons := misfits(job, gpu_bytes):
+    reasons = misfits(job, gpu_bytes)
+    if reasons:
         raise UserError("; ".join(reasons))
     logger.info(describe(job, gpu_bytes))

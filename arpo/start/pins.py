@@ -17,13 +17,14 @@ MODELS = ("model.path", "critic.path", "loss.reference")
 
 
 def pin_config(cfg: C) -> C:
-    """Return a script's config with all data sets of the Hub fetched, and their names pinned. Raises UserError.
+    """Fetch all data sets of the Hub, and return the config with their names pinned to a commit. Raises UserError.
 
-    A run that was begun goes on with the commit that it was begun with, unless the name has a revision.
+    A resumed run keeps the commit of its first start, unless the name has a revision.
     """
     begun = begun_settings(Path(cfg.run.dir) / cfg.run.name)
     for name in ("train", "valid"):
-        if file := getattr(getattr(cfg, "data", None), name, ""):
+        file = getattr(getattr(cfg, "data", None), name, "")
+        if file:
             pinned = pin(f"data.{name}", file, str(begun.get(f"data.{name}", "")))
             cfg = replace(cfg, data=replace(cfg.data, **{name: pinned}))
     if hasattr(cfg, "eval"):
@@ -33,17 +34,19 @@ def pin_config(cfg: C) -> C:
 
 
 def pin_models(cfg: C) -> C:
-    """Return a script's config with the folder in the cache for each model of the Hub, so that trainer, engine and
-    export have one commit. Raises UserError.
+    """Fetch all models of the Hub, and return the config with their folders in the cache. Raises UserError.
 
-    A run that was begun goes on with its commit. Its name alone is kept where an earlier version recorded that.
+    So trainer, engine and export use the same commit. A resumed run keeps the commit of its first start. It keeps a
+    model's name, if an earlier version of the code recorded the name.
     """
-    evaluation, begun = getattr(cfg, "eval", None), begun_settings(Path(cfg.run.dir) / cfg.run.name)
+    evaluation = getattr(cfg, "eval", None)
+    begun = begun_settings(Path(cfg.run.dir) / cfg.run.name)
     if evaluation and evaluation.regrade:
         return cfg
     for option in MODELS:
         section, field = option.split(".")
-        name, before = getattr(getattr(cfg, section, None), field, ""), str(begun.get(option, ""))
+        name = getattr(getattr(cfg, section, None), field, "")
+        before = str(begun.get(option, ""))
         if not name or Path(name).is_dir():
             continue
         folder = model_folder(name, option=option, previous=before, weights=not (evaluation and evaluation.server))

@@ -1,10 +1,10 @@
-"""A run's folder before a start: one process writes to it, and a run goes on only under the settings of its begin.
+"""Checks a run's folder before a start. One process writes to it, and a run continues only under its first settings.
 
-    runs/NAME/.lock            process and host that write to it; the system frees it when the process is gone
-    runs/NAME/config.yaml ...  the settings that it was begun with (arpo/log/settings.py)
+    runs/NAME/.lock            process and host that write to the folder; the system frees it when the process ends
+    runs/NAME/config.yaml ...  the settings of the first start (arpo/log/settings.py)
 
-Under another algorithm or another data file the curve would be of no experiment at all. What decides only how long, how
-often, or how fast may change at any time.
+With another algorithm or another data file in its middle, a curve shows no experiment at all. Settings that decide only
+how long, how often, or how fast may change at any time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from arpo.log.settings import CONTENTS, begun_settings, changes
 
 LOCK = ".lock"
 _locks: list[IO[str]] = []
-"""Those that this process holds: closing the file would give the lock back."""
+"""Lock files of this process. They stay open, since closing one gives its lock back."""
 
 
 def claim_folder(folder: Path, script: str) -> None:
-    """Make a run's folder, and hold its lock until this process ends. Only rank 0 locks it.
+    """Make a run's folder. Rank 0 locks it until this process ends.
 
-    Raises UserError where the folder cannot be written, another process writes to it, or another script has begun it.
+    Raises UserError if the folder cannot be written, if another process writes to it, or if another script made it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,14 +39,14 @@ def claim_folder(folder: Path, script: str) -> None:
     except OSError as error:
         raise UserError(f"{folder}: cannot write the run's folder ({error.strerror}); set run.dir") from None
     if os.environ.get("RANK", "0") == "0":
-        _hold(lock)
+        _lock(lock)
     owner = begun_settings(folder).get("script", script)
     if owner != script:
         raise UserError(f"{folder} is a run of {owner}.py, and this is {script}.py; choose another --run.name")
 
 
-def _hold(file: IO[str]) -> None:
-    """Lock a file for this process: no child inherits the lock, and it ends with its holder. Raises UserError."""
+def _lock(file: IO[str]) -> None:
+    """Lock a file until this process ends. No child process inherits the lock. Raises UserError."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -54,7 +54,8 @@ def _hold(file: IO[str]) -> None:
             print(f"warning: {file.name}: cannot be locked ({error.strerror}); a second run would not be noticed")
             return
         file.seek(0)
-        folder, holder = Path(file.name).parent, file.read(200).strip() or "another process"
+        folder = Path(file.name).parent
+        holder = file.read(200).strip() or "another process"
         raise UserError(f"{folder} is being written by {holder}; stop that, or choose another --run.name") from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -63,10 +64,10 @@ def _hold(file: IO[str]) -> None:
 
 
 def check_run_folder(run: RunConfig, cfg: Any) -> None:
-    """Claim the run's folder, and compare the settings of a run that has a checkpoint with `cfg`.
+    """Claim the run's folder. If the run has a checkpoint, compare its settings with those of `cfg`.
 
-    Raises UserError where the folder cannot be had, where the run exists and run.resume is False, and, unless
-    run.resume_changed, for the first setting that is another one now.
+    Raises UserError if the folder cannot be claimed, or if the run exists and run.resume is False. Unless
+    run.resume_changed is True, it is also raised for the first setting that has changed and decides what is learnt.
     """
     folder = run.folder
     claim_folder(folder, cfg.SCRIPT)

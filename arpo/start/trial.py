@@ -1,11 +1,12 @@
-"""All functions of the user's that an algorithm is made of are called once, on a small made-up group, before a model is
-loaded: what they raise or wrongly return is one line after seconds, and not a traceback after minutes.
+"""Calls each of the user's functions once, on a small made-up group, before a model is loaded.
+
+So an error of such a function is one line after seconds, and not a traceback after minutes.
 
     "0"    call, result | answer        reward 1
     "0.0"               | another       reward 0, a branch of "0" at turn 1
     "1"    call, error  | no answer     reward 0
 
-Rewards are tried on a real prompt (rewards/custom.py), orders of prompts where they are made (data/order.py).
+Rewards are tried on a real prompt (rewards/custom.py), and an order of prompts when it is made (data/order.py).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _chain(prompt: Prompt, name: str, call: ToolCall) -> Trajectory:
 
 
 def _add_turn(t: Trajectory, token_ids: list[int]) -> Turn:
-    """Let a trajectory sample these tokens, the first one less surely than the others."""
+    """Append a turn of these sampled tokens. The first one has the highest entropy."""
     start = len(t.token_ids)
     t.token_ids += token_ids
     t.loss_mask += [1] * len(token_ids)
@@ -73,7 +74,7 @@ def _add_turn(t: Trajectory, token_ids: list[int]) -> Turn:
 
 
 def try_functions(branching: BranchingConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
-    """Call the user's functions of these sections. Raises UserError for what one of them raises or wrongly returns."""
+    """Call the user's functions of these sections. Raises UserError if one raises, or returns a wrong value."""
     if is_own(branching.selector):
         try_selector(branching)
     if is_own(advantage.kind) or is_own(advantage.tree):
@@ -87,8 +88,9 @@ def try_functions(branching: BranchingConfig, advantage: AdvantageConfig, loss: 
 
 
 def try_selector(cfg: BranchingConfig) -> None:
-    """Have a rule judge each result, or a retrospective selector choose a fork of the two roots."""
-    group, rng = made_up_group(), random.Random(0)
+    """Let a rule judge each result, or let a retrospective selector choose a fork of the two roots."""
+    group = made_up_group()
+    rng = random.Random(0)
     if is_retrospective(cfg.selector):
         roots = [replace(t, reward=None, reward_parts={}) for t in group.trajectories if t.parent_id is None]
         chosen_forks(Group(group.prompt, roots), 1, cfg, rng)
@@ -98,8 +100,9 @@ def try_selector(cfg: BranchingConfig) -> None:
 
 
 def evidence_of(t: Trajectory, turn: int, consecutive: int = 0) -> Evidence:
-    """Return what a rule sees of the result before a turn of a finished trajectory."""
-    root, judged = t.turns[0], t.turns[turn]
+    """Return the evidence that a rule sees when it judges the result before a turn of a finished trajectory."""
+    root = t.turns[0]
+    judged = t.turns[turn]
     return Evidence(
         entropies=tuple(judged.token_entropies),
         root_entropies=tuple(root.token_entropies),
@@ -112,14 +115,14 @@ def evidence_of(t: Trajectory, turn: int, consecutive: int = 0) -> Evidence:
 
 
 def try_advantage(cfg: AdvantageConfig) -> None:
-    """Have the estimator compare the trajectories, and the tree credit share their advantages."""
+    """Call the estimator, and the tree credit."""
     group = made_up_group()
     assign_advantages([group], cfg)
     token_advantages(group, cfg.tree, cfg)
 
 
 def try_loss(cfg: LossConfig) -> None:
-    """Compute the loss of two rows, the second of which is shorter, and its gradient."""
+    """Compute the loss of two rows and its gradient. The second row is shorter."""
     mask = torch.ones(2, NUM_TOKENS, dtype=torch.bool)
     mask[1, -1] = False
     old = torch.linspace(-2.0, -0.1, mask.numel()).view(2, -1)
@@ -152,7 +155,7 @@ def _must_be_finite(values: torch.Tensor, what: str) -> None:
 
 
 def try_context(cfg: RolloutConfig, codec: Codec) -> None:
-    """Ask a context policy of the user's after a call and after an answer."""
+    """Call a context policy of the user's after a tool call, and after an answer."""
     if not is_own(cfg.context):
         return
     token_ids = tuple(codec.render_prompt(QUESTION))

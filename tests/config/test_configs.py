@@ -18,7 +18,7 @@ from arpo.branching import RULES, Evidence, initial_rollouts
 from arpo.config.sections import OptimConfig
 from arpo.model.loading import check_head
 from arpo.options import BranchingConfig
-from arpo.start.checks import doubts
+from arpo.start.checks import warnings_of
 from arpo.start.load import load_config
 from evaluate import EvalConfig
 from train_rl import RLConfig
@@ -254,7 +254,7 @@ def test_an_algorithms_file_is_its_whole_bundle():
     for model in ("qwen2.5_7b", "qwen3_14b", "smoke"):
         cfg = rl("aepo", model)
         assert cfg.branching.selector == "aepo"
-        assert not [*doubts(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss)]
+        assert not [*warnings_of(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss)]
         assert rl("grpo", model).branching == BranchingConfig(selector="none")
 
 

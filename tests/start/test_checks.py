@@ -11,7 +11,7 @@ from arpo.config.facts import Decides, Needs, facts_of, ignored, leaves, of_kind
 from arpo.config.keys import field_names
 from arpo.errors import UserError
 from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig
-from arpo.start.checks import doubts
+from arpo.start.checks import warnings_of
 from arpo.start.load import load_config
 from evaluate import EvalConfig
 from extras.ablation.config import AblationConfig
@@ -347,16 +347,16 @@ def test_a_kind_of_ones_own_is_not_judged_as_gae_or_grpo():
 
 def test_a_group_of_one_without_a_critic_is_said():
     one, critic, others = RolloutConfig(group_size=1), AdvantageConfig(kind="gae"), (BranchingConfig(), LossConfig())
-    [warning] = doubts(one, others[0], AdvantageConfig(), others[1])
+    [warning] = warnings_of(one, others[0], AdvantageConfig(), others[1])
     assert warning.startswith("warning: rollout.group_size=1: ")
-    assert not [*doubts(one, others[0], critic, others[1])]
-    assert not [*doubts(RolloutConfig(), others[0], AdvantageConfig(), others[1])]
+    assert not [*warnings_of(one, others[0], critic, others[1])]
+    assert not [*warnings_of(RolloutConfig(), others[0], AdvantageConfig(), others[1])]
 
 
 def test_a_half_chosen_aepo_says_what_is_missing():
     aepo, whole = BranchingConfig(selector="aepo", dynamic_budget=True), {"entropy_balanced_clipping": True}
     rollout, advantage = RolloutConfig(), AdvantageConfig()
-    assert not [*doubts(rollout, aepo, advantage, LossConfig(entropy_balanced_advantage=True, **whole))]
-    [warning] = doubts(rollout, BranchingConfig(selector="aepo"), advantage, LossConfig(**whole))
+    assert not [*warnings_of(rollout, aepo, advantage, LossConfig(entropy_balanced_advantage=True, **whole))]
+    [warning] = warnings_of(rollout, BranchingConfig(selector="aepo"), advantage, LossConfig(**whole))
     assert "without branching.dynamic_budget, loss.entropy_balanced_advantage; " in warning
     assert "configs/aepo.yaml" in warning and "\n" not in warning

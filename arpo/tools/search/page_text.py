@@ -1,49 +1,17 @@
-"""The text of a fetched page, and the passage of it that answers a query.
-
-Pages are hostile: some are made to hang a parser or to fill the memory. So this file is also a program that extracts
-text in a process of its own, in a jail, with limits on time and memory and without the environment's keys:
-
-    trainer:  kind (5 bytes), charset of the HTTP header (32), number of bytes (8, big-endian), the page
-    worker:   number of bytes (8), the UTF-8 text
-
-It imports nothing of arpo, since the worker is started by its path.
-"""
+"""The text of a fetched page, and the passage of it that answers a query."""
 
 from __future__ import annotations
 
 import asyncio
-import codecs
-import contextlib
-import importlib
-import io
-import os
+import base64
 import re
-import resource
-import signal
-import struct
-import sys
 from collections import Counter
 from pathlib import Path
-from typing import BinaryIO
 
-START_S = 30.0
-"""Longest start of the worker, on a busy machine."""
-MAX_WORKER_BYTES = 2 << 30
-"""Largest address space of the worker."""
-MAX_TEXT_CHARS = 50_000
-"""Longest text of a page; the rest of it is not looked at."""
-_REQUEST, _ANSWER = struct.Struct(">5s32sQ"), struct.Struct(">Q")
-_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-_WIDER = {
-    **dict.fromkeys(("iso-8859-1", "latin1", "latin-1", "us-ascii", "ascii"), "cp1252"),
-    **dict.fromkeys(("gb2312", "gbk", "gb-2312-80", "x-gbk"), "gb18030"),
-    **dict.fromkeys(("shift-jis", "sjis", "x-sjis", "windows-31j"), "cp932"),
-    **dict.fromkeys(("euc-kr", "ks-c-5601-1987", "ksc5601", "windows-949"), "cp949"),
-    **dict.fromkeys(("iso-8859-11", "tis-620", "windows-874"), "cp874"),
-    "iso-8859-9": "cp1254", "big5": "big5hkscs",
-}  # fmt: skip
-"""Name in a header -> the larger charset that browsers take for it (WHATWG's table of encodings)."""
-_PARSERS = {"html": "trafilatura", "pdf": "pypdf"}
+from arpo.jail.child import Child, ChildDied
+
+MEMORY_BYTES = 2 << 30
+"""Limit of the child that parses pages."""
 _TOKEN = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]|\w+")  # a word; in Chinese and the like a character
 
 
@@ -87,130 +55,28 @@ class ExtractionError(OSError):
 
 
 class Extractor:
-    """A worker process, which the first page starts; one that a page has broken is replaced. For one event loop."""
+    """Reads pages in a child process, one at a time. For one event loop."""
 
     def __init__(self, *, limit_s: float = 10.0):
         """`limit_s` is the longest time of one extraction."""
-        self._limit_s = limit_s
         self._turn = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
+        self._child = Child(Path(__file__).with_name("page_parser.py"), memory_bytes=MEMORY_BYTES, wall_s=limit_s)
 
     async def text(self, page: bytes, kind: str, charset: str = "") -> str:
         """Return the main text of a page of a `kind` (html, pdf or plain). `charset` is what its HTTP header names.
-        Raises ExtractionError."""
+
+        Raises ExtractionError.
+        """
+        request = [base64.b64encode(page).decode(), kind, charset]
         async with self._turn:
             try:
-                async with asyncio.timeout(START_S + self._limit_s):  # the worker's own limit comes first, if it obeys
-                    text = await self._ask(page, kind, charset)
-            except BaseException as error:  # also if cancelled: what comes out of the pipe then belongs to nobody
-                await self.aclose()
-                if not isinstance(error, asyncio.IncompleteReadError | ConnectionError | TimeoutError):
-                    raise
-                raise ExtractionError(f"no text within {self._limit_s:g} s and the memory limit") from None
-        if not text.strip():
+                text = await asyncio.to_thread(self._child.ask, request)
+            except (ChildDied, RuntimeError) as error:
+                raise ExtractionError(f"no text within the limits ({error})") from None
+        if not isinstance(text, str) or not text.strip():  # a child that a page has taken over may say anything
             raise ExtractionError("no text in it")
         return text
 
-    async def _ask(self, page: bytes, kind: str, charset: str) -> str:
-        if self._process is None:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", str(Path(__file__).resolve()), str(self._limit_s)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
-            )
-        self._process.stdin.write(_REQUEST.pack(kind.encode(), charset.encode("ascii", "replace"), len(page)) + page)
-        await self._process.stdin.drain()
-        [num_bytes] = _ANSWER.unpack(await self._process.stdout.readexactly(_ANSWER.size))
-        if num_bytes > 4 * MAX_TEXT_CHARS:  # a worker that a page has taken over may say anything
-            raise ConnectionError("an answer that no worker gives")
-        return (await self._process.stdout.readexactly(num_bytes)).decode(errors="replace")
-
     async def aclose(self) -> None:
-        """End the worker. Safe to call twice."""
-        process, self._process = self._process, None
-        if process is not None:
-            if process.returncode is None:
-                process.kill()
-            process.stdin.close()
-            await process.wait()
-
-
-# ---- the worker
-
-
-def extract(page: bytes, kind: str, charset: str = "") -> str:
-    """Return the main text of a page, at most MAX_TEXT_CHARS; empty where there is none."""
-    if kind == "html":
-        import trafilatura
-
-        # without a charset of the header, trafilatura looks for the page's own
-        source = decoded(page, charset) if charset or page.startswith(tuple(_MARKS)) else page
-        text = trafilatura.extract(source, include_comments=False) or ""
-    elif kind == "pdf":
-        import pypdf
-
-        text = ""
-        for sheet in pypdf.PdfReader(io.BytesIO(page)).pages:
-            text += sheet.extract_text() + "\n"
-            if len(text) > MAX_TEXT_CHARS:
-                break
-    else:
-        text = decoded(page[: 4 * MAX_TEXT_CHARS], charset)
-    return text[:MAX_TEXT_CHARS]
-
-
-def decoded(page: bytes, charset: str) -> str:
-    """Return a page as text: by its byte order mark, else as the header says, else as UTF-8, else as it looks.
-
-    >>> decoded("Zürich".encode("latin-1"), "iso-8859-1"), decoded("Zürich".encode(), ""), decoded(b"a", "no-charset")
-    ('Zürich', 'Zürich', 'a')
-    """
-    if mark := next((mark for mark in _MARKS if page.startswith(mark)), None):
-        return page.decode(_MARKS[mark], "replace")
-    name = charset.strip().lower()
-    name = _WIDER.get(name.replace("_", "-"), name)
-    for candidate in filter(None, (name, "utf-8")):
-        with contextlib.suppress(ValueError, LookupError):
-            "".encode(candidate)  # refuses zlib and the like, which are codecs of bytes
-            return codecs.getincrementaldecoder(candidate)().decode(page)  # the last character may have been cut
-    with contextlib.suppress(ValueError, LookupError):
-        if name:
-            return page.decode(name, "replace")
-    text = page.decode(errors="replace")
-    if 4 * text.count("\ufffd") < sum(not c.isascii() for c in text):  # UTF-8 with a few broken bytes
-        return text
-    from charset_normalizer import from_bytes  # comes with trafilatura
-
-    return str(from_bytes(page).best() or text)
-
-
-def serve(requests: BinaryIO, answers: BinaryIO, limit_s: float) -> None:
-    """Answer until the trainer is gone. A page that takes longer than `limit_s` ends this process."""
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_WORKER_BYTES, MAX_WORKER_BYTES))
-    sys.path.append(str(Path(__file__).resolve().parents[2]))
-    from jail.parser_jail import confine_parser
-
-    confine_parser()
-    while len(header := requests.read(_REQUEST.size)) == _REQUEST.size:
-        *names, num_bytes = _REQUEST.unpack(header)
-        kind, charset = (name.rstrip(b"\0").decode() for name in names)
-        page = requests.read(num_bytes)
-        if parser := _PARSERS.get(kind):
-            importlib.import_module(parser)  # takes a second, which is not the page's fault
-        signal.setitimer(signal.ITIMER_REAL, limit_s)  # its default action stops C code and endless loops alike
-        try:
-            text = extract(page, kind, charset)
-        except Exception:  # whatever a broken page does to a parser: it has no text
-            text = ""
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        body = text.encode(errors="replace")
-        answers.write(_ANSWER.pack(len(body)) + body)
-        answers.flush()
-
-
-if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a parser that prints must not speak in our channel
-    serve(sys.stdin.buffer, answers, float(sys.argv[1]))
+        """End the child. Safe to call twice."""
+        await asyncio.to_thread(self._child.close)

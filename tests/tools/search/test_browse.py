@@ -17,7 +17,8 @@ from arpo.errors import UserError
 from arpo.tools.http import client
 from arpo.tools.search import SearchTool
 from arpo.tools.search.page_fetch import PageFetcher, PageRefused, is_public
-from arpo.tools.search.page_text import ExtractionError, Extractor, best_passage, decoded
+from arpo.tools.search.page_parser import decoded
+from arpo.tools.search.page_text import ExtractionError, Extractor, best_passage
 from extras.cache.__main__ import main as cache_main
 
 KEY = "sk-very-secret-0123456789"
@@ -344,7 +345,7 @@ def test_a_page_that_hangs_its_reader_is_given_up_and_the_next_one_is_read():
         try:
             with pytest.raises(ExtractionError):
                 await extractor.text(deep, "html")
-            extractor._limit_s = 60.0
+            extractor._child.wall_s = 60.0
             return await extractor.text(ARTICLE.encode(), "html")
         finally:
             await extractor.aclose()
@@ -415,7 +416,7 @@ def test_the_reader_of_pages_sees_no_keys(monkeypatch):
     async def environment() -> bytes:
         extractor = Extractor()
         await extractor.text(b"plain words", "plain")
-        with open(f"/proc/{extractor._process.pid}/environ", "rb") as file:
+        with open(f"/proc/{extractor._child._process.pid}/environ", "rb") as file:
             seen = file.read()
         await extractor.aclose()
         return seen
