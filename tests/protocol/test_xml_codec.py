@@ -95,9 +95,9 @@ def test_text_and_calls_are_joined_as_the_template_joins_them(family, text):
     written = next(part for part, mask in pieces(codec, row) if mask)
     call = {**call, "tool_calls": [{"type": "function", "function": QUERY}]}
     whole = whole_of(codec, [*ASKED, call]).removesuffix("\n")
-    assert (
-        whole.endswith(written) and written.endswith("<|im_end|>") and written.startswith(text.strip() or "<tool_call>")
-    )
+    assert whole.endswith(written) and written.endswith("<|im_end|>")
+    # Nemotron's template writes a line break between its header and a call without a text.
+    assert written.lstrip("\n").startswith(text.strip() or "<tool_call>")
 
 
 @pytest.mark.parametrize("family", XML_FAMILIES)
