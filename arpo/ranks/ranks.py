@@ -173,28 +173,10 @@ def init_ranks(
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    watch = None
     owns_process_group = not dist.is_initialized()
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    watch = _join_process_group(backend, timeout_minutes, silence_s) if owns_process_group else None
     timeout = timedelta(minutes=timeout_minutes)
-    if owns_process_group:
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
-            store = peers.join(store, rank, world_size, timeout_s=timeout.total_seconds())
-            limits = f"run.silence_timeout_s={silence_s:g}, run.peer_timeout_minutes={timeout_minutes:g}"
-            observes = os.environ["LOCAL_RANK"] == "0"
-            watch = peers.Watch(
-                store.clone(),
-                rank=rank,
-                world_size=world_size,
-                silence_s=silence_s,
-                limits=limits,
-                observes=observes,
-            )
-            # Otherwise torch's NCCL watchdog would abort the process before ours can name the missing rank. torchrun
-            # sets this variable for its workers, so the old value is not the user's choice.
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = make_mesh(device.type, dist.get_world_size(), shard_size, timeout)
     group = make_group(context_parallel, timeout) if context_parallel > 1 else None
     return Ranks(
@@ -208,6 +190,28 @@ def init_ranks(
         timeout=timeout,
         store=dist.distributed_c10d._get_default_store(),
     )
+
+
+def _join_process_group(backend: str, timeout_minutes: float, silence_s: float) -> peers.Watch | None:
+    """Join the default process group. Return a watch over the other ranks if torchrun started several."""
+    timeout = timedelta(minutes=timeout_minutes)
+    watch = None
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
+        store = peers.join(store, rank, world_size, timeout_s=timeout.total_seconds())
+        watch = peers.Watch(
+            store.clone(),
+            rank=rank,
+            world_size=world_size,
+            silence_s=silence_s,
+            limits=f"run.silence_timeout_s={silence_s:g}, run.peer_timeout_minutes={timeout_minutes:g}",
+            observes=os.environ["LOCAL_RANK"] == "0",
+        )
+        # Otherwise torch's NCCL watchdog would abort the process before ours can name the missing rank. torchrun sets
+        # this variable for its workers, so the old value is not the user's choice.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return watch
 
 
 def make_mesh(device_type: str, world_size: int, shard_size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> DeviceMesh:
