@@ -11,7 +11,7 @@ from arpo.evals.tables import markdown_table
 from extras.ablation.frontier_runs import IN_A_ROW, RULES, TARGET, WORLDS, Setting, cost, tuning_cost
 from extras.ablation.results import draw_forest, estimate, estimate_share
 
-RIVALS = ("grpo", "grpo_keep")
+RIVALS = ("grpo", "grpo_keep", "grpo_dr")
 COSTS = {"calls": "tool calls", "tokens": "sampled tokens", "steps": "steps"}
 COLLAPSED = 0.8
 """A run has collapsed where its last accuracy on held-out trails is below this share of its highest."""
@@ -163,17 +163,23 @@ def write_report(lines: Sequence[dict], folder: Path) -> None:
 
 def draw(runs: Comparison, reference: Setting, path: Path) -> None:
     """Draw what each setting needed relative to the strongest rival, and the accuracy at the end of its runs."""
+    rows = {setting: _row_label(setting, of_setting) for setting, of_setting in runs.items()}
     panels: list[tuple[str, float | None, dict]] = []
     for what in ("calls", "tokens"):
         cells = {
-            setting.folder_name: ratios(of_setting, runs[reference], what) or None
-            for setting, of_setting in runs.items()
+            rows[setting]: ratios(of_setting, runs[reference], what) or None for setting, of_setting in runs.items()
         }
-        cells[reference.folder_name] = {"mean": 1.0}
-        panels.append((f"{COSTS[what]} to {TARGET:.0%} right moves\nrelative to {reference.name}", 1.0, cells))
+        cells[rows[reference]] = {"mean": 1.0}
+        title = f"{COSTS[what]} to {TARGET:.0%} right moves\nrelative to {reference.folder_name}"
+        panels.append((title, 1.0, cells))
     ends = {
-        setting.folder_name: estimate_share([line["curve"]["trail"][-1] for line in of_setting.values()])
+        rows[setting]: estimate_share([line["curve"]["trail"][-1] for line in of_setting.values()])
         for setting, of_setting in runs.items()
     }
     panels.append(("accuracy at the end", None, ends))
     draw_forest(panels, path)
+
+
+def _row_label(setting: Setting, of_setting: dict[int, dict]) -> str:
+    num_never = sum(cost(line) is None for line in of_setting.values())
+    return f"{setting.folder_name}, {num_never} of {len(of_setting)} never"

@@ -53,6 +53,8 @@ WORLDS = {
     "silent": World("long_silent", settings_of="steps"),
 }
 POSITIONS = f"{ROOT / 'extras/ablation/positions.py'}:positions"
+DR_GRPO = ["--advantage.dead_groups", "keep", "--advantage.normalize", "none"]
+"""Dr. GRPO (arXiv 2503.20783): rewards less their mean, not divided by their deviation."""
 RULES: dict[str, list[str]] = {
     "grpo": ["--branching.selector", "none"],
     "top_h": ["--branching.selector", "top_h"],
@@ -67,11 +69,13 @@ RULES: dict[str, list[str]] = {
     "positions": ["--branching.selector", POSITIONS],
     "grpo_keep": ["--branching.selector", "none", "--advantage.dead_groups", "keep"],
     "top_h_keep": ["--branching.selector", "top_h", "--advantage.dead_groups", "keep"],
+    "grpo_dr": ["--branching.selector", "none", *DR_GRPO],
+    "top_h_dr": ["--branching.selector", "top_h", *DR_GRPO],
 }
 """Rule -> the flags of train_rl.py. In those called keep, groups whose rewards are all equal count in the loss's mean;
 in the others they are left out. `positions` is the blind control: forks as often at each turn as top_h, whatever
 the entropies. It comes after top_h."""
-WITHOUT_ROOTS = ("grpo", "grpo_keep", "aepo")
+WITHOUT_ROOTS = ("grpo", "grpo_keep", "grpo_dr", "aepo")
 
 
 def is_custom(rule: str) -> bool:
