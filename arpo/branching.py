@@ -144,7 +144,7 @@ def aepo(evidence: Evidence, cfg: BranchingConfig) -> float:
 
 
 def at_random(evidence: Evidence, cfg: BranchingConfig) -> float:
-    """P = base, whatever the entropies: a control that shows their worth."""
+    """P = base, without the entropies: the control for their worth."""
     return cfg.base
 
 
@@ -193,9 +193,9 @@ def initial_rollouts(group_size: int, root_entropy: float, tool_entropy: float, 
 
 @dataclass
 class BranchBudget:
-    """Hands out a group's branch budget in the canonical order (turn, path), whatever the order of arrival.
+    """Hands out a group's branch budget in the canonical order (turn, path), in any order of arrival.
 
-    Tool latencies must not decide who branches. A decision to branch is a claim on the budget:
+    Tool latencies must not decide about branches. A decision to branch is a claim on the budget:
 
     - It is granted once the budget suffices even if every earlier decision in canonical order branches.
     - It is refused once no budget can be left for it.
@@ -204,7 +204,7 @@ class BranchBudget:
     """
 
     budget: int | None
-    """Number of children that the group may have; None until it is known (AEPO's pre-monitoring phase): all wait."""
+    """Number of children of the group; None until it is known (AEPO's pre-monitoring phase): all claims wait."""
     max_children: int
     """Number of children of one claim."""
     last_turn: int
@@ -214,7 +214,7 @@ class BranchBudget:
     granted: dict[tuple[int, Path], int] = field(default_factory=dict)
     """Settled claim (turn, path) -> number of children."""
     waiting: set[tuple[int, Path]] = field(default_factory=set)
-    """Claims (turn, path) that are not settled yet."""
+    """Claims (turn, path) without a decision yet."""
 
     @property
     def is_settled(self) -> bool:
@@ -238,7 +238,7 @@ class BranchBudget:
             self.waiting.add((turn, path))
 
     def settle(self) -> list[tuple[int, Path, list[Path]]]:
-        """Settle all claims that need not wait. Return them as (turn, path, paths of the new children).
+        """Settle all claims without need to wait. Return them as (turn, path, paths of the new children).
 
         A refused claim has no children. New children count as open at once, since their own decisions come before
         later claims.

@@ -23,7 +23,7 @@ from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, StopReason, Trajectory
 
 SIBLING_PENALTY = 0.05
-"""Each further turn that was sampled at the same place lowers a turn's score by this (nats per token)."""
+"""Each further turn from the same place in the tree lowers a turn's score by this (nats per token)."""
 
 
 class Fork(NamedTuple):
@@ -146,7 +146,7 @@ ignored. If the group is not full after the last round, fresh roots fill it."""
 def finished_so_far(group: GroupState) -> Group | None:
     """Return the trajectories started so far, or None while one of them is growing.
 
-    Trajectories that ended in an infrastructure error are left out, and so are their branches.
+    Trajectories with an infrastructure error are left out, and so are their branches.
     """
     ordered = sorted(group.trajectories.items())
     if any(t.stop_reason is None for _, t in ordered):
@@ -161,7 +161,7 @@ def next_forks(
 ) -> list[Fork]:
     """Return the forks of the group's next round, and record them in the turns they chose.
 
-    The forks that are left are spread evenly over the rounds that are left. `refusal` gets the tags of the calls before
+    The remaining forks are spread evenly over the remaining rounds. `refusal` gets the tags of the calls before
     a fork, and returns the tool whose session forbids it, or "". Such a fork is recorded and left out.
     """
     num_left = group.size - len(group.trajectories)

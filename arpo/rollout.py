@@ -44,15 +44,15 @@ class Rollout:
         self.step: int | None = None
         """Training step whose policy samples now; None without carry-over."""
         self.decoding: dict[str, Live] = {}
-        """Request -> trajectory that the engine decodes."""
+        """Request -> its trajectory, for all that the engine decodes."""
         self.calling: dict[str, tuple[Live, int]] = {}
         """Call id -> (trajectory, index of the call in its turn), for calls without a result yet."""
         self.num_unfinished = 0
-        """Trajectories that have not ended yet, those of started groups that have not begun included."""
+        """Trajectories of started groups without an end yet. Many of them have not even begun."""
         self._finished: list[GroupState] = []
 
     def take_finished(self) -> list[GroupState]:
-        """Return the groups that have finished since the last call."""
+        """Return the groups finished since the last call."""
         taken, self._finished = self._finished, []
         return taken
 
@@ -114,7 +114,7 @@ class Rollout:
         return loaded if prompt.tools is None else tuple(tag for tag in prompt.tools if tag in loaded)
 
     def on_chunk(self, chunk: Chunk) -> None:
-        """Take tokens that the engine has sampled."""
+        """Take newly sampled tokens from the engine."""
         live = self.decoding[chunk.request_id]
         live.began_at_s = live.began_at_s or time.perf_counter()
         if live.watch:
@@ -133,7 +133,7 @@ class Rollout:
             self.end_turn(live, chunk)
 
     def end_at_stop_across_cut(self, live: Live, chunk: Chunk) -> Chunk:
-        """Return the chunk. If a stop string that began before the turn was cut ends in it, stop there."""
+        """Return the chunk, up to the end of a stop string if one began before the turn was cut."""
         stops = self.codec.stop_strings(self.offered_tools(live.group.prompt))
         stop = live.watch.find(chunk.token_ids, self.codec.decode, stops)
         if stop is None:
@@ -249,7 +249,7 @@ class Rollout:
         self.grow(group)
 
     def grow(self, group: GroupState) -> None:
-        """Start the children that the budget allows now. Once nothing can branch any more, start the missing roots."""
+        """Start the children allowed by the budget now. Once nothing can branch any more, start the missing roots."""
         for turn, parent, children in group.budget.settle():
             evidence = group.decisions[turn, parent].evidence
             for child in children:

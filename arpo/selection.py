@@ -1,6 +1,6 @@
 """The choice of groups and trajectories to train on. Pure.
 
-Trajectories that failed through us are never trained on; advantage.dead_groups decides about dead groups.
+Trajectories with an infrastructure error are never trained on. advantage.dead_groups decides about dead groups.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from arpo.trajectory import Group, Trajectory
 
 
 def trained_on(group: Group) -> list[Trajectory]:
-    """Return the group's trajectories without those that must not be trained on (`Trajectory.is_left_out`)."""
+    """Return the trajectories to train on: all but those that are left out (`Trajectory.is_left_out`)."""
     return [t for t in group.trajectories if not t.is_left_out]
 
 
@@ -33,7 +33,7 @@ def groups_to_train_on(groups: list[Group], num_prompts: int, cfg: AdvantageConf
 
 
 def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:
-    """Return (group index, trajectory) of each trajectory that is trained on, in order.
+    """Return (group index, trajectory) of all trajectories to train on, in order.
 
     Each has at least one loss token. Unless dead_groups=keep, dead groups are left out.
     """

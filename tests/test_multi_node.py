@@ -59,7 +59,7 @@ def pull():
     )  # fmt: skip
     queue = Refilled(sampler, [Prompt(f"p{i}", [], [""]) for i in range(9)], "q", num_wanted=2)
     place = queue.take()
-    queue.places[f"p{place}"] = place
+    queue.started[f"p{place}"] = place
     (folder / f"pulled{rank}").touch()
     if rank == "1":
         time.sleep(600)
@@ -67,7 +67,7 @@ def pull():
         time.sleep(0.02)
     mine = GroupState(queue.prompts[place], 1, budget=None)
     mine.trajectories[0,] = Trajectory(mine.prompt.prompt_id, "0", [1], [1], [0.0], reward=1.0)
-    queue.whole(mine)
+    queue.on_finished(mine)
     while queue.take() is None:
         queue.idle(has_calls=False)
 

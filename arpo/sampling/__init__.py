@@ -1,21 +1,21 @@
-"""Who samples what, and when is a step full: the one owner of that question.
+"""The rollouts of a training: the share of each rank in the prompts, and the moment when a step is full.
 
     rollouts.next(step)      draws prompts, has them sampled and scored, and returns the step's groups, on every rank
 
-    who waits for whom       a step ends here when
+    source                   the step ends on a rank when
     ------------------------------------------------------------------------------------------------------------------
-    OneRollout, dealt        this rank's share of the prompts is whole; ranks meet at the exchange
-    OneRollout, pulled       the common queue is empty, and what this rank took of it is whole
-    Refilled                 enough groups of all ranks can teach (advantage.dead_groups=resample); the rest is cut off
-    CarryOver                enough groups of all ranks are whole (rollout.carry_over); the rest stays, and goes on
+    OneRollout, dealt        its share of the prompts is finished; the ranks meet at the exchange
+    OneRollout, pulled       the common queue is empty, and the prompts it took are finished
+    Refilled                 enough groups of all ranks are mixed (advantage.dead_groups=resample); the rest is cut off
+    CarryOver                enough groups of all ranks are finished (rollout.carry_over); the rest goes on next step
 
-A source (driver.py) says which prompt begins and when it is done; `drive`, there, is the only loop. A validation is
-one too, whose groups go to the scores instead of the update.
+A source (driver.py) decides which prompt starts next, and when the sampling is done. `drive`, there, is the only loop.
+A validation is a source too; its groups go to the scores, not to the update.
 
-The invariant: each prompt that was drawn is trained on exactly once, or is drawn again. What a rank samples depends on
-seed, step, prompt and path only, so who sampled it changes nothing but time.
+The invariant: each drawn prompt is trained on exactly once, or is drawn again. A sample depends on seed, step, prompt
+and path only. The rank changes nothing but time.
 
-`BranchingSignal` and `ToolHealth` hear of each whole step.
+`BranchingSignal`, `BranchWorth` and `ToolHealth` watch the groups of each step.
 """
 
 from arpo.sampling.rollouts import Batch, Rollouts

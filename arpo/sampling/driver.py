@@ -1,4 +1,4 @@
-"""The only loop through which tokens and tool results come in, and a source: what it samples."""
+"""The only loop that takes in tokens and tool results, and the source that it samples."""
 
 from __future__ import annotations
 
@@ -12,47 +12,54 @@ from arpo.trajectory import Group, Prompt
 
 
 class Source:
-    """Prompts to sample, and the groups that become of them: here all at once, on this rank. See arpo/sampling."""
+    """Gives out prompts and collects finished groups. This one gives out all prompts at once, on this rank."""
 
-    max_decoding = max_unfinished = math.inf
-    """Trajectories that the engine decodes, and that are under way, at which no further prompt is begun."""
+    max_decoding = math.inf
+    """No further prompt starts while the engine decodes this many trajectories."""
+    max_unfinished = math.inf
+    """No further prompt starts while this many trajectories are unfinished."""
     hears_others = False
-    """True where other ranks may end it: then a rank that decodes nothing does not wait for its tools alone."""
+    """True if other ranks may end it. Then a rank whose engine is idle polls the store while its tools work."""
 
     def __init__(self, loop: Rollout, prompts: Sequence[Prompt], seed: str):
-        """`seed` names the random numbers: the run's seed and the rollout among those of the run."""
-        self.loop, self.prompts, self.seed = loop, prompts, seed
-        self.left = deque(range(len(prompts)))  # places of those that are not begun
-        self.places: dict[str, int] = {}  # of those that are, by prompt_id
-        self.groups: dict[int, Group] = {}  # whole ones, by place
+        """`seed` names the random numbers: the run's seed, and the rollout within the run."""
+        self.loop = loop
+        self.prompts = prompts
+        self.seed = seed
+        self.left = deque(range(len(prompts)))
+        """Indices of the prompts that have not started."""
+        self.started: dict[str, int] = {}
+        """prompt_id -> index, of the prompts that have started."""
+        self.groups: dict[int, Group] = {}
+        """Index of the prompt -> its finished group."""
 
     def take(self) -> int | None:
-        """Return the place of the next prompt to begin now, if any."""
+        """Return the index of the next prompt to start now; None if there is none."""
         return self.left.popleft() if self.left else None
 
     def start(self) -> None:
-        """Start all groups that may begin now."""
-        while (place := self.take()) is not None:
-            self.places[self.prompts[place].prompt_id] = place
-            self.loop.start_group(self.prompts[place], self.seed)
+        """Start all groups that may start now."""
+        while (index := self.take()) is not None:
+            self.started[self.prompts[index].prompt_id] = index
+            self.loop.start_group(self.prompts[index], self.seed)
 
     @property
     def has_room(self) -> bool:
-        """True where a further prompt may be begun."""
+        """True if a further prompt may start."""
         is_busy = self.loop.engine.num_running >= self.max_decoding
         return not is_busy and self.loop.num_unfinished < self.max_unfinished
 
-    def whole(self, state: GroupState) -> None:
-        """Take a group of `loop` that has become whole."""
-        self.groups[self.places[state.prompt.prompt_id]] = state.to_group()
+    def on_finished(self, state: GroupState) -> None:
+        """Take a finished group from `loop`."""
+        self.groups[self.started[state.prompt.prompt_id]] = state.to_group()
 
     def idle(self, *, has_calls: bool) -> None:
-        """Called where the engine decodes nothing; has_calls: tools are at work."""
+        """Called when the engine decodes nothing. has_calls: tools are at work."""
         assert has_calls, "trajectories are left, but nothing is at work"
 
     @property
     def is_done(self) -> bool:
-        """True once it needs nothing that is unfinished here, and begins nothing more."""
+        """True once the source starts no further prompt and waits for no trajectory."""
         return not (self.left or self.loop.num_unfinished)
 
     def end(self) -> None:
@@ -60,8 +67,10 @@ class Source:
 
 
 def drive(source: Source, on_round: Callable[[], None] = lambda: None) -> None:
-    """Sample until the source is done, the only place where tokens and results come in. Raises what these raise."""
-    loop, engine, tools = source.loop, source.loop.engine, source.loop.tools
+    """Sample until the source is done. Raises the errors of the engine, the tools and the rollout."""
+    loop = source.loop
+    engine = loop.engine
+    tools = loop.tools
     try:
         while True:
             source.start()
@@ -70,15 +79,16 @@ def drive(source: Source, on_round: Callable[[], None] = lambda: None) -> None:
             has_calls = tools.num_pending > 0
             if not engine.num_running:
                 source.idle(has_calls=has_calls)
+            # wait for a tool only if nothing else can happen meanwhile
             block = has_calls and not (engine.num_running or source.hears_others)
             for call_id, result in tools.collect(block=block):
                 loop.on_tool_result(call_id, result)
             for chunk in engine.step() if engine.num_running else ():
                 loop.on_chunk(chunk)
             for state in loop.take_finished():
-                source.whole(state)
+                source.on_finished(state)
             on_round()
         source.end()
     except BaseException:
-        tools.abandon()  # what an exception, or Ctrl-C, leaves open
+        tools.abandon()  # an exception, or Ctrl-C, leaves calls open
         raise

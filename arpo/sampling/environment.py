@@ -1,4 +1,4 @@
-"""What a policy acts in: the form in which it calls tools, the tools, and the prompts that offer them."""
+"""The environment of a policy: the format of its tool calls, the tools, and the prompts that offer them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Environment:
     def __init__(
         self, model: ModelConfig, protocol: ProtocolConfig, tools: ToolsConfig, team: Team, rollout: RolloutConfig
     ):
-        """Start the tools. Collective. Raises UserError where one cannot be, or where results have no room."""
+        """Start the tools. Collective. Raises UserError if a tool cannot start, or if results have no room."""
         self.schemas = tool_schemas(tools)
         tokenizer = load_tokenizer(model.path)
         self.codec = make_codec(tokenizer, protocol, self.schemas, enable_thinking=model.enable_thinking)
@@ -33,7 +33,7 @@ class Environment:
         self.tools = team.tool_runner(made, prices_of(tools))
 
     def prompts(self, file: str, cfg: DataConfig) -> list[Prompt]:
-        """Return the prompts of a file, or of a data set on the Hub, as tokens; none of "". Raises UserError."""
+        """Return the prompts of a file, or of a data set on the Hub, as tokens; [] for "". Raises UserError."""
         prompts = load_prompts(local_file(file), source=source_of(file)) if file else []
         check_offered(prompts, self.codec.tools, file)
         system_prompt = system_prompt_for(cfg.system_prompt, self.schemas, form=self.codec.format)

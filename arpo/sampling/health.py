@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from arpo.trajectory import Group, StopReason
 
 MAX_FAILED_SHARE = 0.05
-"""Largest share of trajectories that failed, of a batch that is trained on."""
+"""Largest share of failed trajectories in a good batch."""
 MAX_UNREWARDED_SHARE = 0.5
-"""Largest share of trajectories without a reward from the user's function, of a batch that is trained on."""
+"""Largest share of trajectories without a reward from the user's function in a good batch."""
 MAX_MISSED_SHARE = 0.2
-"""Largest share of searches without a recorded result, of a batch that is trained on."""
+"""Largest share of searches without a recorded result in a good batch."""
 MAX_BAD_BATCHES = 3
 """This many bad batches in a row end the run."""
 NOT_RECORDED = "not in the recorded results"
@@ -23,7 +23,7 @@ class Verdict:
     """The judgement of a batch."""
 
     failed_share: float = 0.0
-    """Share of trajectories that ended in an infrastructure error."""
+    """Share of trajectories with an infrastructure error."""
     missed_share: float = 0.0
     """Share of searches without a recorded result."""
     bad_because: str = ""
@@ -39,10 +39,10 @@ class Verdict:
 class ToolHealth:
     """Watches the batches of a run. Every rank sees all groups, so all ranks decide alike.
 
-    A trajectory that ended in an infrastructure error is left out of the loss. If many did, mostly the questions that
-    need no tool would be left, and the policy would learn to do without tools. A search that only replays recorded
-    results and finds none would teach the same: the model reads an error, and its trajectory stays in the loss.
-    If many trajectories had no reward, only answers that are easy to assess would be trained on.
+    A trajectory with an infrastructure error is left out of the loss. With many such errors mostly questions without a
+    tool would be left, and the policy would learn to do without tools. A search of recorded results teaches the same if
+    it finds none: the model reads an error, and its trajectory stays in the loss. If many trajectories had no reward,
+    the policy would be trained only on answers that are easy to assess.
     """
 
     def __init__(self) -> None:

@@ -67,9 +67,9 @@ class Rollouts:
         self.validation: Validation | None = None
         self.sources = source_names(prompts)
         self.num_drawn = 0
-        """Prompts that the run has drawn from the data so far."""
+        """Prompts drawn from the data so far."""
         self.first_drawn = 0
-        """Prompts that the run had drawn before the current step."""
+        """Prompts drawn before the current step."""
         self.carry = CarryOver(sampler, self.num_prompts) if sampler.rollout.carry_over else None
         self.health = ToolHealth()
         self.signal = BranchingSignal(sampler.branching)
@@ -81,8 +81,8 @@ class Rollouts:
     def resume(self, state: dict, rank_files: Sequence[Path], *, done_steps: int) -> None:
         """Continue after `done_steps` steps. Collective. Raises UserError for files that do not fit.
 
-        `state` and `rank_files` are what `state` and `rank_state` returned then. An empty `state` continues at the
-        place in the data that follows from `done_steps`.
+        `state` and `rank_files` hold the values of `state` and `rank_state` at that time. Without a `state` the place
+        in the data follows from `done_steps`.
         """
         self.num_drawn = state.get("num_drawn", done_steps * self.num_prompts)
         self.order.state = state.get("order", self.order.state)
@@ -95,7 +95,7 @@ class Rollouts:
             check_nothing_is_left(rank_files)
 
     def state(self) -> dict:
-        """Return the state that the next step depends on, as JSON values. It is the same on all ranks."""
+        """Return the state for `resume`, as JSON values. It is the same on all ranks."""
         return {
             "num_drawn": self.health.num_drawn_on_resume(self.num_drawn),
             "order": self.order.state,
@@ -152,10 +152,7 @@ class Rollouts:
         return batch
 
     def _begin(self, step: int) -> tuple[CarryOver | OneRollout, list[tuple[int, int]]]:
-        """Draw the prompts of a step. Return the source that samples them, and the pairs that `PromptOrder` returned.
-
-        Each pair is (index of the prompt, num_drawn after it).
-        """
+        """Draw the prompts of a step. Return their source, and (index of the prompt, num_drawn after it) of each."""
         carry = self.carry
         self.first_drawn = self.num_drawn - (carry.num_to_redraw if carry else 0)
         max_further = 0
@@ -171,7 +168,7 @@ class Rollouts:
         return OneRollout(self.sampler, prompts, step), drawn
 
     def _judge(self, step: int, sampled: list[Group]) -> Batch:
-        """Show a step's scored groups to all who watch the run, and choose the groups to train on."""
+        """Measure and judge a step's scored groups, and choose the groups to train on."""
         ranks = self.sampler.team.ranks
         share = sampled[ranks.rank :: ranks.world_size]  # each rank counts its share once
         metrics = rollout_metrics(share, self.sources, take_counts(self.sampler.tools.tools), step)
@@ -204,6 +201,6 @@ class Rollouts:
         return self.health.must_stop
 
     def raise_if_broken(self) -> None:
-        """Raise the UserError that ends a run which `must_stop`."""
+        """Raise the final UserError of a run that `must_stop`."""
         if self.must_stop:
             raise UserError(self.health.stop_message())

@@ -1,4 +1,4 @@
-"""What all rollouts of a run share, and the waiting of one rank for the others."""
+"""The parts that all rollouts of a run share, and how a rank polls the store for the progress of the others."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from arpo.sampling.driver import Source, drive
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, Prompt
 
-LOOK_S, LOOK_PER_TEAM_S = 0.05, 2e-4
-"""Seconds between two looks at what the other teams have found (at least, and per team): 10,000 requests a second for
-the store at most, whatever the number of teams."""
+POLL_S = 0.05
+"""Least number of seconds between two polls of the store."""
+POLL_S_PER_TEAM = 2e-4
+"""Seconds between two polls, for each team. With many teams the store then gets 10,000 requests a second at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class Sampler:
     """A run's engine, tools and settings."""
 
     engine: Engine | None
-    """Engine, or one with its methods; None only where there is nothing to sample."""
+    """Engine, or an object with its methods. None only if nothing has to be sampled."""
     tools: ToolRunner
     codec: Codec
     team: Team
@@ -39,51 +40,56 @@ class Sampler:
     rollout: RolloutConfig
     branching: BranchingConfig
     max_num_seqs: int = 256
-    """engine.max_num_seqs: trajectories that a team decodes at the same time before it takes no further prompt."""
+    """engine.max_num_seqs: a team that decodes this many trajectories takes no further prompt."""
     score: Callable[[list[Group]], None] | None = None
-    """Fills the reward of all trajectories of groups that have none; in a training a `Scoring`."""
+    """Fills the missing rewards of all trajectories of these groups; in a training a `Scoring`."""
     on_group: Callable[[Group, list[float]], None] | None = None
-    """Gets each group that is whole, and its trajectories' seconds."""
+    """Called with each finished group and the seconds of its trajectories."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
     def loop(self) -> Rollout:
-        return Rollout(self.engine, self.tools, self.codec, self.rollout, self.branching)
+        return Rollout(self.engine, self.tools, self.codec, cfg=self.rollout, branching=self.branching)
 
     def run(self, source: Source, description: str, num_groups: int, *, is_part: bool = True) -> None:
-        """Sample until the source is done; it expects `num_groups` groups. is_part: see `Console.progress`."""
-        size = self.rollout.group_size
-        with self.log.progress(num_groups * size, description, is_part=is_part) as progress:
-            drive(source, lambda: progress.at(min(source.num_finished, num_groups * size)))
+        """Sample until the source is done, and show the progress. is_part: see `Console.progress`.
+
+        num_groups: number of groups that the source is expected to finish.
+        """
+        total = num_groups * self.rollout.group_size
+        with self.log.progress(total, description, is_part=is_part) as progress:
+            drive(source, lambda: progress.at(min(source.num_finished, total)))
 
 
-class Looks:
-    """When a rank looks into the store, and how long it waits for the others in vain."""
+class StorePoller:
+    """Decides when this rank polls the store, and when it gives up waiting for the other ranks."""
 
     def __init__(self, sampler: Sampler):
-        self.clock, self.sleep = sampler.clock, sampler.sleep
-        self.every_s = max(LOOK_S, LOOK_PER_TEAM_S * sampler.team.num_teams)
+        self.clock = sampler.clock
+        self.sleep = sampler.sleep
+        self.every_s = max(POLL_S, POLL_S_PER_TEAM * sampler.team.num_teams)
         self.timeout = sampler.team.ranks.timeout
-        self._next_s, self._at_work_s = -math.inf, self.clock()
+        self._next_poll_s = -math.inf
+        self._last_work_s = self.clock()
 
     def is_due(self) -> bool:
-        """Return whether to look now."""
-        if self.clock() < self._next_s:
+        """Return True if the store should be polled now. The next poll is then due after `every_s`."""
+        if self.clock() < self._next_poll_s:
             return False
-        self._next_s = self.clock() + self.every_s
+        self._next_poll_s = self.clock() + self.every_s
         return True
 
-    def at_once(self) -> None:
-        """Have the next look be due."""
-        self._next_s = -math.inf
+    def make_due(self) -> None:
+        """Let the next poll be due at once."""
+        self._next_poll_s = -math.inf
 
-    def worked(self) -> None:
+    def note_work(self) -> None:
         """Note that this rank has something to do."""
-        self._at_work_s = self.clock()
+        self._last_work_s = self.clock()
 
     def wait(self, seconds: float) -> None:
-        """Sleep. Raises DistStoreError where this rank has had nothing to do for longer than ranks wait for others."""
-        if self.clock() - self._at_work_s > self.timeout.total_seconds():
+        """Sleep. Raises DistStoreError if this rank has had nothing to do for longer than the ranks' timeout."""
+        if self.clock() - self._last_work_s > self.timeout.total_seconds():
             raise DistStoreError(f"the other ranks have not ended the rollout in {self.timeout}")
         self.sleep(seconds)
 
@@ -99,6 +105,6 @@ def rollout(
     seed: int | str,
 ) -> list[Group]:
     """Sample `cfg.group_size` trajectories per prompt on this rank, in the order of prompts and paths."""
-    source = Source(Rollout(engine, tools, codec, cfg, branching), prompts, f"{seed}|0")
+    source = Source(Rollout(engine, tools, codec, cfg=cfg, branching=branching), prompts, f"{seed}|0")
     drive(source)
-    return [source.groups[place] for place in sorted(source.groups)]
+    return [source.groups[index] for index in sorted(source.groups)]

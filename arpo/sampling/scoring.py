@@ -1,4 +1,4 @@
-"""The scores of a training run, by the reward that the options say (rewards/)."""
+"""The scores of a training run. The options choose the reward (rewards/)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from arpo.trajectory import Group, Prompt
 
 
 class Scoring:
-    """Scores the trajectories of a run; each team's first rank does so for its share."""
+    """Scores the trajectories of a run. The first rank of each team scores its team's share."""
 
     def __init__(self, cfg: TrainingRewardConfig, team: Team, codec: Codec, max_response_tokens: int):
-        """Raises UserError for files and functions that cannot be used."""
-        self.cfg, self.team, self.codec = cfg, team, codec
+        """Load the reward. Raises UserError for files and functions that cannot be used."""
+        self.cfg = cfg
+        self.team = team
+        self.codec = codec
         self.custom = load_custom("reward.file", cfg.function) if cfg.file else None
         self.terms = load_terms(cfg, max_response_tokens)
-        self.functions = [self.custom] if self.custom else [*self.terms.custom.values()] if self.terms else []
-        """Those of the user."""
+        self.functions = []
+        """The user's functions."""
+        if self.custom:
+            self.functions = [self.custom]
+        elif self.terms:
+            self.functions = list(self.terms.custom.values())
 
     def try_on(self, prompt: Prompt) -> None:
         """Try the user's functions on an invented response to a real prompt. Raises UserError."""
@@ -28,13 +34,15 @@ class Scoring:
             function.try_on(prompt, self.codec)
 
     def on_group(self, group: Group, seconds: list[float]) -> None:
-        """Tell the functions that want to hear of it of a group that is whole; the rollout calls this."""
-        for function in self.functions if self.team.is_first else ():
+        """Show a finished group to the user's functions that begin early. The rollout calls this."""
+        if not self.team.is_first:
+            return
+        for function in self.functions:
             if function.has_begin:
                 function.begin(group)
 
     def __call__(self, groups: list[Group]) -> None:
-        """Fill the reward of all trajectories of the groups that have none. Raises UserError."""
+        """Fill the missing rewards of all trajectories of these groups. Raises UserError."""
         rewards.score_groups(
             groups,
             self.cfg,

@@ -17,14 +17,17 @@ class Validation:
     """The validations of a run."""
 
     def __init__(self, sampler: Sampler, log: RunLog, prompts: Sequence[Prompt], run: RunConfig, num_steps: int):
-        """`sampler` is that of training; num_steps: of the run."""
+        """`sampler` is the sampler of the training. num_steps: number of steps of the run."""
         greedy = replace(sampler.rollout, temperature=0.0, top_p=1.0, group_size=1)
-        alone = replace(sampler.branching, selector="none", num_initial_rollouts=1, dynamic_budget=False)
-        self.sampler = replace(sampler, rollout=greedy, branching=alone)
-        self.log, self.prompts, self.run, self.num_steps = log, prompts, run, num_steps
+        no_branching = replace(sampler.branching, selector="none", num_initial_rollouts=1, dynamic_budget=False)
+        self.sampler = replace(sampler, rollout=greedy, branching=no_branching)
+        self.log = log
+        self.prompts = prompts
+        self.run = run
+        self.num_steps = num_steps
 
     def before_training(self) -> None:
-        """Validate before step 1, and log the scores as those of step 0. Collective."""
+        """Validate before step 1, and log the scores as step 0. Collective."""
         values = self.after(0)
         self.log.scalars(0, values)
         name = "accuracy" if "valid/accuracy" in values else "reward"
@@ -32,7 +35,7 @@ class Validation:
         self.log.line(f"step 0  valid {shown}")
 
     def after(self, step: int) -> dict[str, float]:
-        """Return the scores after a step (0: before the first), if due, and dump the trajectories. Collective."""
+        """If a validation is due after this step, return its scores and dump its trajectories. Collective."""
         if step % self.run.validate_every and step != self.num_steps:
             return {}
         source = OneRollout(self.sampler, self.prompts, step, label="validation")

@@ -22,7 +22,7 @@ from arpo.options import BranchingConfig, RolloutConfig
 from arpo.retrospective import EXPANSIONS
 from arpo.rollout import Rollout
 from arpo.sampling.carried_state import check_nothing_is_left, restore
-from arpo.sampling.carry_over import Begun, Carried
+from arpo.sampling.carry_over import Carried, StartedGroup
 from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, StopReason, Trajectory, Turn
@@ -196,7 +196,10 @@ def test_a_slow_prompt_is_carried_and_then_waited_for(alone, bound):
         prompts = [prompt(f"p{i}") for i in range(10)]
         steps = train(carry, prompts, 1, 1, 5)
         # p1 and the last of p0 to p3 go on: whoever begins again from the data alone begins with p1
-        assert (carry.begun[0].number, carry.begun[0].is_whole) == (1, False) and carry.num_to_redraw == 3
+        assert (carry.started_groups[0].number, carry.started_groups[0].is_finished) == (
+            1,
+            False,
+        ) and carry.num_to_redraw == 3
         steps += train(carry, prompts, 2, 5, 5, num_drawn=carry.num_drawn)
     finally:
         carry.sampler.tools.close()
@@ -214,7 +217,7 @@ def test_a_look_at_the_other_ranks_does_not_go_through_all_groups_that_they_have
     """There are 16,000 on 1,024 ranks, and the engine stands still while this rank looks."""
 
     class CountedOnce(list):
-        num_left = 2  # how many are whole, and how many must become so
+        num_left = 2  # how many are finished, and how many must finish
 
         def __iter__(self):
             self.num_left -= 1
@@ -223,8 +226,9 @@ def test_a_look_at_the_other_ranks_does_not_go_through_all_groups_that_they_have
 
     ticks = iter(range(1, 999))
     carry = make(alone, one_slow, [EchoTool("search")], replace(WORLD, carry_over=1), NONE, num_prompts=4)
-    carry._store, carry._looks.clock = dist.HashStore(), lambda: next(ticks)
-    carry.begun = CountedOnce([Begun(0, 1, False), Begun(1, 1, True), Begun(2, 1, True), Begun(3, 1, False)])
+    carry._store, carry._poller.clock = dist.HashStore(), lambda: next(ticks)
+    started = [(0, 1, False), (1, 1, True), (2, 1, True), (3, 1, False)]
+    carry.started_groups = CountedOnce(StartedGroup(*group) for group in started)
     try:
         carry.begin_step(2, [])
         counts = []
@@ -232,7 +236,7 @@ def test_a_look_at_the_other_ranks_does_not_go_through_all_groups_that_they_have
             counts.append(carry.is_done)
             state = GroupState(prompt(), 0, budget=None)
             carry.carried = [Carried(9, begun, state)]
-            carry.whole(state)
+            carry.on_finished(state)
         counts.append(carry.is_done)
     finally:
         carry.sampler.tools.close()

@@ -231,7 +231,7 @@ def taken(source: OneRollout, *loads: tuple[int, int]) -> list[int | None]:
     for source.loop.num_unfinished, source.sampler.engine.num_running in loads:
         found.append(source.take())
         if found[-1] is not None:
-            source.places[f"p{found[-1]}"] = found[-1]
+            source.started[f"p{found[-1]}"] = found[-1]
     return found
 
 
@@ -301,7 +301,7 @@ def finish(source: Refilled, number: int, *, mixed: bool) -> None:
     ends = {"token_ids": [1], "loss_mask": [1], "rollout_logprobs": [0.0]}
     for i in range(2):
         state.trajectories[(i,)] = Trajectory(f"p{number}", str(i), reward=float(i * mixed), **ends)
-    source.whole(state)
+    source.on_finished(state)
 
 
 def refilled(*, num_ranks: int = 1, num_prompts: int = 9, num_wanted: int = 3, dispatch="pull") -> list[Refilled]:
