@@ -179,6 +179,7 @@ def main(cfg: RLConfig) -> None:
     entropy_target = EntropyTarget(cfg.loss, entropies_until(done_steps, cfg, ranks))
     progress = log.progress(num_steps, "step", done=done_steps)
     stop = StopRequest()
+
     for step in range(done_steps + 1, num_steps + 1):
         timers = Timers()
         metrics = Metrics()
