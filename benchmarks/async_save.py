@@ -1,10 +1,10 @@
-"""Seconds for which a run stands still at a save: waiting for the files, and for a copy of which a thread writes them.
+"""Seconds that a run waits at a save: for the files themselves, or for a copy from which a thread writes the files.
 
     python benchmarks/async_save.py [--quick]          (on the GPU if there is one; TMPDIR chooses the disk)
 
-A random Qwen3 with AdamW's moments is saved with its Hugging Face folder by arpo.checkpoint.Saver, in turns with
-run.async_save off and on. Nothing else runs meanwhile, and each save is over before the next begins; `written_s` is
-from the beginning of a save to the end of its thread.
+arpo.checkpoint.Saver saves a random Qwen3 with AdamW's moments and its Hugging Face folder, in turn with run.async_save
+off and on. Nothing else runs meanwhile, and each save ends before the next begins. `written_s`: from the start of a
+save to the end of its thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.shared.tiny_model import write_model
 
 
 def measure(ranks: Ranks, folder: str, *, hidden: int, layers: int, num_saves: int) -> dict[str, float]:
-    """Return medians over the saves, the first of each kind left out: buffers are allocated there."""
+    """Return medians over the saves, without the first of each kind: it allocates buffers."""
     model = f"{folder}/model"
     write_model(model, hidden=hidden, layers=layers)
     policy = load_policy(ModelConfig(model), ranks.mesh, device=ranks.device)

@@ -2,10 +2,11 @@
 
     python benchmarks/attention_backends.py [--quick]          (on the GPU if there is one)
 
-Two micro-batches: long packed rows, and a tree, in which rows share a prompt and pairs of rows a longer prefix. All
-compute the same; `difference` is the largest between their outputs. Row lengths change from repeat to repeat, as
-in training, so that a kernel that prepares itself for each shape (cuDNN, which the trainer switches off) pays for it.
-Times are medians of alternating repeats, of one thread on the CPU. What does not run here is named, with the reason.
+Two micro-batches: long packed rows, and a tree. In the tree, rows share a prompt, and pairs of rows a longer prefix.
+All backends compute the same; `difference` is the largest between their outputs. As in training, row lengths change
+from repeat to repeat. So a kernel with a preparation for each shape (cuDNN, switched off in the trainer) pays for it.
+Times are medians of alternating repeats, of one thread on the CPU. Backends that do not run here are listed with the
+reason.
 
 `ratio` = time of the tree with one mask over all tokens / with model.attention=auto. `tree_NAME`, `packed_NAME` = time
 with sdpa, row by row / with NAME.
@@ -42,24 +43,26 @@ Attend = Callable[[MicroBatch, list[Tensor]], Tensor]
 
 
 def micro_batch(kind: str, num_rows: int, length: int, device: torch.device) -> MicroBatch:
-    """Packed: rows without a common token. Tree: a quarter shared by all rows, a half by every two."""
+    """Return a micro-batch. packed: rows share no token. tree: all rows share a quarter, every two rows a half."""
     rng = np.random.default_rng(length)
     parts = {"prompt": rng.integers(0, 1000, length // 4)}
     rows = []
     for i in range(num_rows):
         pair = parts.setdefault(f"pair {i // 2}", rng.integers(0, 1000, length // 4))
-        own = rng.integers(0, 1000, length - 2 * len(pair) + i)
-        prompt = np.array([1000 + i])  # a first token of its own: nothing is shared
+        response = rng.integers(0, 1000, length - 2 * len(pair) + i)
         if kind == "tree":
-            prompt, own = parts["prompt"], np.concatenate([pair, own])
+            prompt = parts["prompt"]
+            response = np.concatenate([pair, response])
         else:
-            own = np.concatenate([parts["prompt"], pair, own])
-        rows.append(Row(prompt, own, np.ones(len(own), np.int64)))
+            # the first token differs between rows, so that nothing is shared
+            prompt = np.array([1000 + i])
+            response = np.concatenate([parts["prompt"], pair, response])
+        rows.append(Row(prompt, response, np.ones(len(response), np.int64)))
     return collate_tree(rows, range(num_rows)).to(device)
 
 
 def by_name(name: str) -> Attend:
-    """Return the attention of this model.attention as the model's layers call it."""
+    """Return the function that a layer calls with this model.attention."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     attend = ALL_ATTENTION_FUNCTIONS[register(name)]
@@ -67,42 +70,44 @@ def by_name(name: str) -> Attend:
 
 
 def by_one_mask(micro: MicroBatch, heads: list[Tensor]) -> Tensor:
-    """Attend with SDPA once, and a mask over all tokens of the micro-batch."""
-    paths, num_tokens = micro.paths, micro.input_ids.shape[1]
+    """Call SDPA once, with a mask over all tokens of the micro-batch."""
+    paths = micro.paths
+    num_tokens = micro.input_ids.shape[1]
     seen = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=micro.input_ids.device)
-    for own, keys in zip(seen.split(paths.num_queries), paths.keys.split(paths.num_keys), strict=True):
-        own[:, keys] = torch.ones(len(own), len(keys), dtype=torch.bool, device=own.device).tril(len(keys) - len(own))
+    for queries, keys in zip(seen.split(paths.num_queries), paths.keys.split(paths.num_keys), strict=True):
+        causal = torch.ones(len(queries), len(keys), dtype=torch.bool, device=queries.device)
+        queries[:, keys] = causal.tril(len(keys) - len(queries))
     query, key, value = heads
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(1, 2)
 
 
 def by_cudnn(micro: MicroBatch, heads: list[Tensor]) -> Tensor:
-    """Attend with SDPA row by row as torch would have it from Hopper on."""
+    """Call SDPA row by row with cuDNN allowed, torch's default from Hopper on."""
     attend = by_name("sdpa")
     torch.backends.cuda.enable_cudnn_sdp(True)
     return attend(micro, heads)
 
 
 def backends(device: torch.device, dtype: str) -> tuple[dict[str, Attend], dict[str, str]]:
-    """Return those that run here, and the reason of each that does not."""
-    found: dict[str, Attend] = {"one mask": by_one_mask, "sdpa": by_name("sdpa")}
+    """Return (name -> backend for those that run here, name -> reason for the others)."""
+    usable: dict[str, Attend] = {"one mask": by_one_mask, "sdpa": by_name("sdpa")}
     absent = {}
     for name in ("varlen", "flash_attention_2"):
         try:
             attention_backend(ModelConfig(attention=name, compute_dtype=dtype), device)
-            found[name] = by_name(name)
+            usable[name] = by_name(name)
         except UserError as error:
             absent[name] = str(error)
     if device.type == "cuda":
-        found["sdpa_cudnn"] = by_cudnn
+        usable["sdpa_cudnn"] = by_cudnn
     else:
         absent["sdpa_cudnn"] = "needs a GPU"
-    return found, absent
+    return usable, absent
 
 
 def seconds(attend: Attend, micro: MicroBatch, heads: list[Tensor], weights: Tensor) -> tuple[float, Tensor]:
-    """Return the time of forward and backward, and the output."""
+    """Return the seconds of forward and backward, and the output."""
     on_gpu = weights.is_cuda
     clock = time.perf_counter if on_gpu else time.process_time
     torch.cuda.synchronize() if on_gpu else None
@@ -115,10 +120,18 @@ def seconds(attend: Attend, micro: MicroBatch, heads: list[Tensor], weights: Ten
     return taken, out.detach()
 
 
-def measure(kind: str, found: dict[str, Attend], size: tuple[int, ...], device: torch.device, dtype: str, repeats: int):
-    """Return name -> median seconds, and the largest difference of an output from sdpa's, relative to its largest."""
+def measure(
+    kind: str,
+    usable: dict[str, Attend],
+    *,
+    size: tuple[int, int, int, int, int],
+    device: torch.device,
+    dtype: str,
+    repeats: int,
+) -> tuple[dict[str, float], float]:
+    """Return name -> median seconds, and the largest difference of an output from sdpa's, over sdpa's maximum."""
     heads, kv_heads, head_size, num_rows, length = size
-    times: dict[str, list[float]] = {name: [] for name in found}
+    times: dict[str, list[float]] = {name: [] for name in usable}
     difference = 0.0
     for repeat in range(repeats + 1):  # the first one warms up
         micro = micro_batch(kind, num_rows, length - 7 * repeat, device)
@@ -129,7 +142,7 @@ def measure(kind: str, found: dict[str, Attend], size: tuple[int, ...], device: 
         *inputs, weights = (torch.randn(shape, device=device, dtype=getattr(torch, dtype)) for shape in shapes)
         inputs = [x.requires_grad_() for x in inputs]
         outs = {}
-        for name, attend in found.items():
+        for name, attend in usable.items():
             taken, outs[name] = seconds(attend, micro, inputs, weights)
             times[name].append(taken)
         scale = outs["sdpa"].abs().max()
@@ -147,11 +160,11 @@ def main() -> None:
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     auto = attention_backend(ModelConfig(compute_dtype=dtype), device)
     size = SIZES[device.type]["quick" if quick else "full"]
-    found, absent = backends(device, dtype)
+    usable, absent = backends(device, dtype)
     result: dict[str, object] = {"name": "attention_backends"}
     differences = []
     for kind in ("packed", "tree"):
-        times, difference = measure(kind, found, size, device, dtype, repeats=2 if quick else 7)
+        times, difference = measure(kind, usable, size=size, device=device, dtype=dtype, repeats=2 if quick else 7)
         differences.append(difference)
         for name, taken in times.items():
             print(f"{kind:6} {name:18} {1000 * taken:9.2f} ms, sdpa / this {times['sdpa'] / taken:6.2f}")

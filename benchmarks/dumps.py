@@ -1,9 +1,9 @@
-"""Size and time of a trajectory dump, and what writing it costs a run that goes on meanwhile.
+"""Size and time of a trajectory dump, and how much writing it slows down the run.
 
     python benchmarks/dumps.py [--quick]
 
-Writes a step of random trajectories as plain JSON lines, as a run before it would have to wait for, and with
-arpo.log.dumps, while a loop of Python (an engine's own work between two kernels) runs beside it; prints the ratios.
+Writes a step of random trajectories twice. First as plain JSON lines, while the run waits. Then with arpo.log.dumps,
+while a loop of Python runs beside it (like an engine's work between two kernels). Prints the ratios.
 """
 
 from __future__ import annotations
@@ -34,15 +34,21 @@ def make_groups(num_groups: int, group_size: int, num_tokens: int) -> list[Group
         for i in range(group_size):
             pieces = [" " + rng.choice(WORDS) for _ in range(num_tokens)]
             text = "".join(pieces)
-            ids, logprobs = (
-                [rng.randrange(150_000) for _ in range(num_tokens)],
-                [-rng.random() for _ in range(num_tokens)],
-            )
-            whole = {"token_ids": ids, "loss_mask": [1] * num_tokens, "rollout_logprobs": logprobs, "text": text}
-            whole |= {"token_chars": list(map(len, pieces))}
-            turns, segments = [Turn(0, num_tokens, num_tokens)], [(text, True)]
+            token_ids = [rng.randrange(150_000) for _ in range(num_tokens)]
+            logprobs = [-rng.random() for _ in range(num_tokens)]
             trajectories.append(
-                Trajectory(prompt.prompt_id, str(i), turns=turns, segments=segments, reward=1.0, **whole)
+                Trajectory(
+                    prompt.prompt_id,
+                    str(i),
+                    token_ids=token_ids,
+                    loss_mask=[1] * num_tokens,
+                    rollout_logprobs=logprobs,
+                    turns=[Turn(0, num_tokens, num_tokens)],
+                    segments=[(text, True)],
+                    text=text,
+                    token_chars=list(map(len, pieces)),
+                    reward=1.0,
+                )
             )
         groups.append(Group(prompt, trajectories))
     return groups
@@ -82,7 +88,8 @@ def main() -> None:
         dump = Path(folder) / "trajectories" / f"step_000001{SUFFIX}"
         with gzip.open(dump) as file:
             assert sum(1 for _ in file) == sum(len(group.trajectories) for group in groups)
-        plain_bytes, dump_bytes = plain.stat().st_size, dump.stat().st_size
+        plain_bytes = plain.stat().st_size
+        dump_bytes = dump.stat().st_size
     print(f"{num_tokens:,} tokens in {sum(len(group.trajectories) for group in groups):,} trajectories")
     for name, size, waits_s in (("plain", plain_bytes, plain_s), ("arpo.log.dumps", dump_bytes, handed_over_s)):
         print(f"{name}: {size / num_tokens:.1f} bytes per token, the run waits {waits_s:.4f} s")

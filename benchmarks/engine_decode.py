@@ -3,8 +3,8 @@
     python benchmarks/engine_decode.py [--quick]            (0.6B parameters with random weights; --quick: 13M)
 
 usual = CUDA graphs, asynchronous scheduling, noise of all rows in one kernel; eager = without graphs; synchronous =
-without asynchronous scheduling; noise_loop = with vLLM's noise, a request at a time; fp8 = quantised. Each variant is a
-process of its own. The CPU has neither graphs nor asynchronous scheduling: there the noise alone is compared, vLLM's
+without asynchronous scheduling; noise_loop = vLLM's noise, one request at a time; fp8 = quantised. Each variant runs in
+a separate process. The CPU has neither graphs nor asynchronous scheduling. There only the noise is compared: vLLM's
 (usual) against ours (noise_hook). Last line: JSON with tokens per second, and the ratios usual / variant.
 """
 
@@ -33,7 +33,7 @@ VARIANTS: dict[str, dict[str, str]] = {
 
 
 def tokens_per_second(variant: str, *, quick: bool) -> float:
-    """Decode with every row seeded, twice, and time the second."""
+    """Decode twice with every row seeded, and time the second pass."""
     num_rows, num_tokens = (16, 16) if quick and not ON_GPU else (256, 64 if quick else 256)
     with tempfile.TemporaryDirectory() as folder:
         write_config(folder, quick=quick)
@@ -47,14 +47,15 @@ def tokens_per_second(variant: str, *, quick: bool) -> float:
         elif variant == "noise_hook":
             install_noise_hook(runner)
         for repeat in range(2):
-            before, start = engine.stats.generated_tokens, time.perf_counter()
+            num_before = engine.stats.generated_tokens
+            started = time.perf_counter()
             for i in range(num_rows):
                 spec = SamplingSpec(max_tokens=num_tokens, seed=i, num_entropy_tokens=20)
                 engine.submit(f"{repeat}-{i}", [1 + i % 1000] * 32, spec)
             while engine.num_running:
                 engine.step()
-            seconds = time.perf_counter() - start
-        rate = (engine.stats.generated_tokens - before) / seconds
+            seconds = time.perf_counter() - started
+        rate = (engine.stats.generated_tokens - num_before) / seconds
         engine.close()
     return rate
 

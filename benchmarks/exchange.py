@@ -1,9 +1,9 @@
-"""CPU seconds and bytes of a rank, from its scored groups to the rows of the trainer: the exchange between ranks.
+"""The exchange between ranks: CPU seconds and bytes of a rank, from its scored groups to the trainer's rows.
 
     python benchmarks/exchange.py [--quick] [--ranks 8]
 
-Baseline: pickles of the groups as they were sampled, with a list for each field of a number per token. Ours: arrays
-(arpo/engine/team.py). One process does the work of one rank, without a network. Both take turns; medians are compared.
+Baseline: pickles of the groups as sampled, with Python lists of numbers per token. Ours: arrays (arpo/engine/team.py).
+One process does the work of one rank, without a network. The two take turns, and medians are compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDS = 3
 
 
 def sampled(num_groups: int) -> list[Group]:
-    """Make groups whose logprobs are float32 numbers, as an engine's are."""
+    """Make groups. Their logprobs are float32 numbers, like an engine's."""
     groups = make_groups(num_groups, 16, 4096)
     for group in groups:
         group.prompt = replace(group.prompt, token_ids=tuple(range(200)))
@@ -40,9 +40,9 @@ def sampled(num_groups: int) -> list[Group]:
     return groups
 
 
-def bytes_exchanged(own: list[Group], form: Callable[[Group], Group], num_ranks: int) -> int:
-    """Exchange the groups in this form; return the bytes that a rank gets. Every other rank has as many as this one."""
-    sent = pickle.dumps([form(group) for group in own])
+def bytes_exchanged(groups: list[Group], form: Callable[[Group], Group], num_ranks: int) -> int:
+    """Exchange the groups in this form, and return the bytes that a rank receives. All ranks have equally many."""
+    sent = pickle.dumps([form(group) for group in groups])
     for _ in range(num_ranks):
         for group in pickle.loads(sent):
             for t in group.trajectories:
@@ -56,17 +56,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="an eighth of the prompts")
     args = parser.parse_args()
     num_prompts = 16 if args.quick else 128
-    own = sampled(num_prompts // args.ranks)
+    groups = sampled(num_prompts // args.ranks)
     forms: dict[str, Callable[[Group], Group]] = {"lists": lambda group: group, "arrays": compact}
-    found: dict[str, list[tuple[int, float]]] = {name: [] for name in forms}
+    runs: dict[str, list[tuple[int, float]]] = {name: [] for name in forms}
     for _ in range(ROUNDS):
         for name, form in forms.items():
             started = time.process_time()
-            num_bytes = bytes_exchanged(own, form, args.ranks)
-            found[name].append((num_bytes, time.process_time() - started))
-    size, cpu_s = ({name: median(run[i] for run in runs) for name, runs in found.items()} for i in (0, 1))
+            num_bytes = bytes_exchanged(groups, form, args.ranks)
+            runs[name].append((num_bytes, time.process_time() - started))
+    size = {name: median(num_bytes for num_bytes, _ in pairs) for name, pairs in runs.items()}
+    cpu_s = {name: median(seconds for _, seconds in pairs) for name, pairs in runs.items()}
     print(f"{num_prompts} prompts x 16 x 4,096 tokens on {args.ranks} ranks")
-    for name in found:
+    for name in runs:
         print(f"{name}: {size[name] / 1e6:.1f} MB, {cpu_s[name]:.2f} CPU s in each rank")
     result = {"name": "exchange", "ratio": cpu_s["lists"] / cpu_s["arrays"], "ours": cpu_s["arrays"]}
     result |= {"baseline": cpu_s["lists"], "unit": "CPU s", "bytes_ratio": size["lists"] / size["arrays"]}

@@ -1,16 +1,17 @@
-"""Everything that only a GPU can show, in one command, what is worth most first.
+"""Run all checks that need a GPU in one command, the most valuable first.
 
     python benchmarks/gpu_report.py [--out runs/gpu_report] [--quick] [--only PART ...]          (make gpu)
     python benchmarks/gpu_report.py --device cpu --quick      # tiny shapes, to see that the kit itself works
 
-Every section (a test of tests/test_gpu*.py, a benchmark, a run of train_rl.py, or what takes all GPUs: ranks/) is a
-process of its own with a time limit, so that one that crashes, hangs or runs out of memory takes nothing with it; tests
-without an engine share one, and are tried again apart where they fail there. A section whose packages or GPUs are
-absent is skipped, and so is what finds no place in --total-min minutes. OUT/report.json and OUT/report.md are rewritten
-after each. OUT/logs.txt has what the sections wrote, vLLM's words and the stacks of one that hung included,
-OUT/running.txt that of the one that runs, and OUT/machine.txt what there is to know of the machine. --only runs the
-sections whose names contain a PART and keeps what is there of the others, so that a report can be made in several
-sittings. Exit code 1 where a section failed.
+A section is a test of tests/test_gpu*.py, a benchmark, a run of train_rl.py, or a check that takes all GPUs (ranks/).
+Each runs in a separate process with a time limit, so that a crash, a hang or an empty memory does not affect the
+others. Tests without an engine share a process; those that fail there run again alone. A section is skipped if packages
+or GPUs are missing, or if --total-min minutes are over.
+
+OUT/report.json and OUT/report.md are rewritten after each section. OUT/logs.txt has the output of all sections, with
+vLLM's output and the stacks of a section that hung. OUT/running.txt has the output of the present section, and
+OUT/machine.txt a description of the machine. --only runs the sections whose names contain a PART, and keeps the other
+results, so that a report can be made in several sittings. Exit code 1 if a section failed.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ MACHINE = ("nvidia-smi -q", "nvidia-smi topo -m", "python -m torch.utils.collect
 MACHINE += ("lscpu", "df -h")
 LOGS, RUNNING = "logs.txt", "running.txt"
 LOG_BYTES = 400_000
-"""Longest end of a section's output that is kept: all of them are less than 16 MiB."""
+"""Only so many bytes at the end of a section's output are kept: together less than 16 MiB."""
 PYTEST_BROKE = (2, 3, 4)
-"""Exit codes of pytest that say that it did not do its work."""
+"""Exit codes of pytest if it could not run the tests."""
 STACKS_S = 2.0
-"""Seconds that a section has to write its stacks."""
+"""Seconds for a section to write its stacks."""
 FATAL = "Fatal Python error: "
 
 
@@ -64,21 +65,23 @@ class Outcome:
     status: Literal["passed", "failed", "skipped"]
     seconds: float
     reason: str = ""
-    """Why it failed or was skipped."""
+    """The reason if it failed or was skipped."""
     result: dict | None = None
     """The last line of a benchmark."""
     gpu: str = ""
-    """Where it was taken: the sittings of a report may be on different ones."""
+    """Name of the GPU: the sittings of a report may be on different ones."""
 
 
 def run(section: Section, device: str, log: Path, *, quick: bool, limit_s: float) -> Outcome:
-    """Never raises for what happens inside the section. log: where its output goes, and stays."""
-    if absent := absent_needs(section):
+    """Run a section. Failures within the section are an outcome, not an exception. Its output goes to `log`."""
+    absent = absent_needs(section)
+    if absent:
         return Outcome(section.name, "skipped", 0.0, absent)
     started = time.monotonic()
     code, text, cases = execute(section, device, log, quick=quick, limit_s=limit_s)
-    seconds, result = time.monotonic() - started, last_json(text)
-    # A process may crash at its exit, after all is done and said: that is a note, no failure.
+    seconds = time.monotonic() - started
+    result = last_json(text)
+    # A process may crash at its exit, after its work is done: that is a note, not a failure.
     note = f"exit code {code}" if code else ""
     if code is None:
         return Outcome(section.name, "failed", seconds, f"no end within {limit_s:.0f} s; {last_line(text)}")
@@ -102,7 +105,8 @@ def execute(
 ) -> tuple[int | None, str, list[ElementTree.Element] | None]:
     """Return (exit code, output, test cases).
 
-    No code: it had no end, and all stacks are in the output. No cases: pytest came to no end, or was not asked.
+    The code is None if the section hung; all stacks are then in the output. The cases are None if pytest did not run or
+    did not end.
     """
     command = [sys.executable, *(part for part in section.command if quick or part != "{quick}")]
     command = ["--quick" if part == "{quick}" else part for part in command]
@@ -124,9 +128,10 @@ def execute(
                 code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 code = None
-                signal_all(mark, signal.SIGABRT)  # at which Python's faulthandler writes the stacks of all threads
+                # on SIGABRT Python's faulthandler writes the stacks of all threads
+                signal_all(mark, signal.SIGABRT)
                 time.sleep(STACKS_S)
-            finally:  # the section may have left ranks behind, in sessions of their own
+            finally:  # the section may have left ranks behind, in other process sessions
                 signal_all(mark, signal.SIGKILL)
                 process.wait()
         cases = list(ElementTree.parse(junit).iter("testcase")) if junit.exists() else None
@@ -134,32 +139,34 @@ def execute(
 
 
 def run_file(chosen: list[Section], device: str, log: Path, *, quick: bool, limit_s: float) -> dict[str, Outcome]:
-    """Run tests of one file in one process; return the outcomes of those that passed or were skipped there.
+    """Run tests of one file in one process. Return the outcomes of the tests that passed or were skipped.
 
-    The rest is to be run apart: one that crashes, or breaks the GPU's context, takes all after it with it.
+    The others must run again alone: a test that crashes or breaks the GPU's context lets all later ones fail.
     """
-    first, names = chosen[0], {section.command[-1].partition("::")[2]: section.name for section in chosen}
+    first = chosen[0]
+    names = {section.command[-1].partition("::")[2]: section.name for section in chosen}
     together = dataclasses.replace(first, command=(*first.command[:-1], *(s.command[-1] for s in chosen)))
     if absent_needs(first):
         return {}
     _, text, cases = execute(together, device, log, quick=quick, limit_s=limit_s)
-    found = {}
+    outcomes = {}
     for test, name in names.items():
-        own = [case for case in cases or () if case.get("name", "").partition("[")[0] == test]
-        status, reason = judge_tests(own, text) if own else ("failed", "")
+        test_cases = [case for case in cases or () if case.get("name", "").partition("[")[0] == test]
+        status, reason = judge_tests(test_cases, text) if test_cases else ("failed", "")
         if status != "failed":
-            found[name] = Outcome(name, status, sum(float(case.get("time", 0)) for case in own), reason)
-    return found
+            seconds = sum(float(case.get("time", 0)) for case in test_cases)
+            outcomes[name] = Outcome(name, status, seconds, reason)
+    return outcomes
 
 
 def absent_package(text: str) -> str:
-    """Return the package of others that a section could not import; "" where that is not what it failed of."""
+    """Return the third-party package that a section could not import; "" if it failed for another reason."""
     missing = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", last_error(text))
     return missing[1] if missing and missing[1].partition(".")[0] not in OURS else ""
 
 
 def run_before(deadline: float, section: Section, device: str, log: Path, limit_s: float, *, quick: bool) -> Outcome:
-    """Run what is left time for; what would have had longer, and is stopped by the deadline alone, has not failed."""
+    """Run a section until the deadline. If only the deadline stopped it, it is skipped and has not failed."""
     left_s = deadline - time.monotonic()
     if left_s > 0:
         outcome = run(section, device, log, quick=quick, limit_s=min(limit_s, left_s))
@@ -199,7 +206,7 @@ def last_json(text: str) -> dict | None:
 
 
 def judge_tests(cases: list[ElementTree.Element], text: str) -> tuple[str, str]:
-    """(status, reason) of a test, which may be several cases: failed before skipped before passed."""
+    """Return (status, reason) of a test with all its cases: failed before skipped before passed."""
     broken = [found for case in cases for kind in ("failure", "error") if (found := case.find(kind)) is not None]
     if broken:
         message = why(text) if "out of memory" in text else broken[0].get("message", "")
@@ -214,21 +221,21 @@ def judge_tests(cases: list[ElementTree.Element], text: str) -> tuple[str, str]:
 
 
 def machine(device: str) -> dict[str, str]:
-    """Describe the machine on which the numbers are taken."""
-    found = {"python": platform.python_version(), "device": device}
+    """Return versions, device and GPUs of this machine."""
+    about = {"python": platform.python_version(), "device": device}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            about[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    # In a process of its own: this one must not hold a CUDA context beside the sections'.
+            about[name] = "not installed"
+    # In a separate process: this one must not hold a CUDA context beside the sections'.
     asked = subprocess.run([sys.executable, "-c", ASK_TORCH], capture_output=True, text=True)
-    found["gpu"], found["gpus"] = asked.stdout.strip().splitlines() if asked.returncode == 0 else ("none", "0")
-    return found
+    about["gpu"], about["gpus"] = asked.stdout.strip().splitlines() if asked.returncode == 0 else ("none", "0")
+    return about
 
 
 def write_machine(file: Path) -> None:
-    """Write what programs say of this machine, at length."""
+    """Write the long descriptions of this machine by other programs."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as output:
         for command in MACHINE:
@@ -251,7 +258,7 @@ def keep_log(folder: Path, title: str) -> None:
 
 
 def write_report(folder: Path, about: dict[str, str], outcomes: list[Outcome]) -> None:
-    """Both files, each replaced as a whole, so that a kill leaves the last complete ones."""
+    """Write both files. Each is replaced in one step, so that a kill leaves complete files."""
     folder.mkdir(parents=True, exist_ok=True)
     report = {"machine": about, "sections": [dataclasses.asdict(outcome) for outcome in outcomes]}
     lines = ["# GPU report", "", ", ".join(f"{name} {value}" for name, value in about.items()), ""]
@@ -305,16 +312,22 @@ def main() -> None:
 def make_report(chosen: list[Section], about: dict[str, str], args: argparse.Namespace) -> bool:
     """Run the sections and write the report after each; return whether one failed."""
     outcomes = {outcome.name: outcome for outcome in (read_outcomes(args.out) if args.only else [])}
-    deadline, running, together = time.monotonic() + 60 * args.total_min, args.out / RUNNING, {}
+    deadline = time.monotonic() + 60 * args.total_min
+    running = args.out / RUNNING
+    # test file -> outcomes of the tests that passed or were skipped when run together
+    together: dict[str, dict[str, Outcome]] = {}
     write_machine(args.out / "machine.txt")
     if not args.only:
         (args.out / LOGS).unlink(missing_ok=True)
     for number, section in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {section.name} ", end="", flush=True)
         limit_s = args.limit_s or section.limit_s
-        if section.file and section.file not in together and (left_s := deadline - time.monotonic()) > 0:
-            own = [s for s in chosen if s.file == section.file]
-            together[section.file] = run_file(own, args.device, running, quick=args.quick, limit_s=min(limit_s, left_s))
+        left_s = deadline - time.monotonic()
+        if section.file and section.file not in together and left_s > 0:
+            tests = [s for s in chosen if s.file == section.file]
+            together[section.file] = run_file(
+                tests, args.device, running, quick=args.quick, limit_s=min(limit_s, left_s)
+            )
             keep_log(args.out, section.file)
         if args.device == "cuda" and section.num_gpus > int(about["gpus"]):
             outcome = Outcome(section.name, "skipped", 0.0, f"needs {section.num_gpus} GPUs")

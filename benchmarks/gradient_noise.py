@@ -1,11 +1,11 @@
-"""What it costs an update to measure the noise of its gradient (update.measure_noise).
+"""Cost of measuring the noise of the gradient during an update (update.measure_noise).
 
     python benchmarks/gradient_noise.py [--quick]          (on the GPU if there is one)
 
-A random model (on a CPU 4 layers of width 256 and 8192 tokens in the vocabulary, on a GPU the shape of Qwen2.5-0.5B)
-does one update of 8 groups of 8 trajectories, with the sketch of each trajectory's gradient and without it, in turn,
-from the same weights. With it, the numbers go into the estimate as well, as in train_rl.py. `ratio` = without /
-with, of the medians; on a CPU both are CPU seconds, so that other processes do not count.
+A random model (on a CPU: 4 layers, width 256, 8192 tokens in the vocabulary; on a GPU: the shape of Qwen2.5-0.5B) does
+one update of 8 groups of 8 trajectories. Updates with and without a sketch of each trajectory's gradient take turns,
+from the same weights. As in train_rl.py, the sketches also go into the estimate. `ratio` = median without / median
+with. On a CPU both are CPU seconds, so that other processes do not count.
 """
 
 from __future__ import annotations
@@ -64,7 +64,14 @@ def random_groups(num_tokens: int, vocab: int) -> list[Group]:
         trajectories = []
         for i in range(GROUP_SIZE):
             ids = rng.integers(0, vocab, num_tokens).tolist()
-            t = Trajectory(str(p), str(i), ids, [1] * num_tokens, [-9.0] * num_tokens, stop_reason=StopReason.EOS)
+            t = Trajectory(
+                str(p),
+                str(i),
+                token_ids=ids,
+                loss_mask=[1] * num_tokens,
+                rollout_logprobs=[-9.0] * num_tokens,
+                stop_reason=StopReason.EOS,
+            )
             t.reward = float(i % 2)
             trajectories.append(t)
         groups.append(Group(Prompt(str(p), [], [], token_ids=tuple(range(16))), trajectories))
@@ -72,7 +79,7 @@ def random_groups(num_tokens: int, vocab: int) -> list[Group]:
 
 
 def seconds_of_update(policy: Policy, groups: list[Group], noise: GradientNoise | None, ranks: Ranks) -> float:
-    """Return the seconds of one update; with `noise`, those of its estimate too."""
+    """Return the seconds of one update, and with `noise` of the estimate too."""
     cfg = UpdateConfig(num_prompts_per_minibatch=NUM_PROMPTS, max_tokens_per_microbatch=4096, layout="packed")
     minibatches = make_minibatches(groups, cfg, AdvantageConfig(), ranks)
     fill_old_logprobs(policy, minibatches[0].micros, LossConfig(), 1.0)
@@ -113,7 +120,8 @@ def main() -> None:
     sketch = GradientSketch(width, ranks.device)
     noise = GradientNoise(AdvantageConfig(), NUM_PROMPTS, Console(is_main=False))
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(REPEATS[size] + 1):  # the first of each warms up
+    # the first round is a warm-up
+    for _ in range(REPEATS[size] + 1):
         for is_measured in seconds:
             policy.sketch = sketch if is_measured else None
             seconds[is_measured].append(seconds_of_update(policy, groups, noise if is_measured else None, ranks))

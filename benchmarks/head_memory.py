@@ -2,9 +2,9 @@
 
     python benchmarks/head_memory.py [--quick]          (on the GPU if there is one)
 
-All see the same hidden states and weight, and their gradients are compared. Each runs in a process of its own, after
-one warm-up, so that none profits from another's memory; what counts is the peak of the tensors above the inputs.
-time_ratio = our time (CPU seconds without a GPU) / that of full logits.
+Both get the same hidden states and weight, and their gradients are compared. Each runs in a separate process after one
+warm-up, so that neither profits from the other's memory. Reported is the peak of the tensors beyond the inputs.
+time_ratio = our time (CPU seconds without a GPU) / the time of full logits.
 """
 
 import argparse
@@ -40,7 +40,7 @@ HEADS = {"ours": token_logprobs, "baseline": full_logits}
 
 @contextlib.contextmanager
 def peak_mib(device: str) -> Iterator[list[float]]:
-    """Put the MiB of tensors allocated above the start, at their highest, into the list."""
+    """Append to the list the peak MiB of tensors allocated within the block."""
     peak: list[float] = []
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -97,7 +97,8 @@ def main() -> None:
     for side in HEADS:
         command = [sys.executable, __file__, "--side", side, *(["--quick"] if args.quick else [])]
         results[side] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    ours, baseline = results["ours"], results["baseline"]
+    ours = results["ours"]
+    baseline = results["baseline"]
     for values in results.values():
         for a, b in zip(values["sums"], baseline["sums"], strict=True):
             assert abs(a - b) <= (1e-4 if device == "cpu" else 1e-2) * abs(b), results

@@ -2,14 +2,14 @@
 
     python benchmarks/host_waits.py [--quick]
 
-Host waits are counted on a pretended CUDA device (tests/fake_gpu), by line, with a tiny model: for an update of m
-micro-batches (GRPO with KL and rollout correction, AEPO, a critic; the limit is 2 m + 10), and for the engine's part of
-a decode step (limit 1). No GPU is asked, so this counts what the code does, and says nothing of how long a wait is.
+Host waits are counted by line, on a simulated CUDA device (tests/fake_gpu) with a tiny model. Counted are an update of
+m micro-batches (GRPO with KL and rollout correction, AEPO, a critic; limit 2 m + 10), and the engine's part of a decode
+step (limit 1). This needs no GPU, and does not say how long a wait takes.
 
-The time is measured on this machine: 256 trajectories of a tiny model, decoded side by side by vLLM. Ours is all that
-`rollout` and `Engine` do around vLLM's step (submit, chunks, logprobs, entropies, the turn's bookkeeping); the baseline
-is vLLM's step in the same run, our hook in its sampler included. On a CPU both are CPU seconds, so that other processes
-do not count.
+The time is measured on this machine: vLLM decodes 256 trajectories of a tiny model side by side. Ours is the work of
+`rollout` and `Engine` around vLLM's step (submit, chunks, logprobs, entropies, the bookkeeping of turns). The baseline
+is vLLM's step in the same run, with our hook in its sampler. On a CPU both are CPU seconds, so that other processes do
+not count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the pretended device is there
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for the simulated device
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -48,23 +48,23 @@ from benchmarks.shared.tiny_model import LETTERS, write_model
 NUM_SEQUENCES = 256
 SIZES = {"quick": (16, 1), "full": (64, 3)}  # tokens of a trajectory; repeats
 UPDATES = {"grpo": "everything in the loss", "aepo": "aepo", "critic": "gae"}
-"""What is shown -> its name among the cases of tests/helpers/updates.py."""
+"""Name in the output -> name of the case in tests/helpers/updates.py."""
 
 
 def waits_of_updates(folder: str) -> dict[str, tuple[int, Counter[str]]]:
-    """Return the number of micro-batches, and the waits by line of one update of all models that the case trains."""
-    found = {}
+    """Return case -> (number of micro-batches, waits by line) for one update of all models of the case."""
+    waits_of = {}
     with mesh_of_one(), fake_cuda() as stalls:
         step = TrainerStep(Path(folder))
         for name, case in UPDATES.items():
             stages, [minibatch], _ = step.run(stalls, *CASES[case], layout="packed")
             waits = sum((stages[s].waits for s in ("critic 1", "update 1", "metrics") if s in stages), Counter())
-            found[name] = len(minibatch.micros), waits
-    return found
+            waits_of[name] = (len(minibatch.micros), waits)
+    return waits_of
 
 
 def waits_of_engine_step(engine: Engine) -> Counter[str]:
-    """Return the waits by line of what we do in a decode step: the sampler's hook, then a chunk for each request."""
+    """Return the waits by line of our work in a decode step: the sampler's hook, then a chunk for each request."""
     [gather] = engine.llm.collective_rpc(lambda worker: worker.model_runner.sampler.gather_logprobs)
     with fake_cuda() as stalls:
         logprobs = torch.randn(4, 2048, device=CUDA).log_softmax(-1)
@@ -72,7 +72,8 @@ def waits_of_engine_step(engine: Engine) -> Counter[str]:
         stalls.clear()
         tensors = gather(logprobs, 1, token_ids)
         waits = Counter(stalls.waits)
-        rows = tensors.logprobs.tolist()  # vLLM's own transfer, with the sampled tokens; `chunk` gets lists
+        # vLLM itself transfers these with the sampled tokens, so `chunk` gets lists
+        rows = tensors.logprobs.tolist()
         stalls.clear()
         engine.running |= {str(i): SimpleNamespace(**request_in_flight()) for i in range(4)}
         for i, row in enumerate(rows):
@@ -85,21 +86,24 @@ def request_in_flight() -> dict:
 
 
 def output_of(request_id: str, row: list[float]) -> SimpleNamespace:
-    """Return vLLM's output of one token, which ends the request."""
+    """Return an output of vLLM: one token, and the end of the request."""
     completion = SimpleNamespace(token_ids=[0], logprobs=[row], finish_reason="length", stop_reason=None)
     return SimpleNamespace(request_id=request_id, outputs=[completion], finished=True, num_cached_tokens=0)
 
 
 class MeasuredEngine(Engine):
-    """Counts decode steps, and the seconds that vLLM itself takes for them and for new requests."""
+    """Counts decode steps, and vLLM's own seconds for them and for new requests."""
 
-    num_steps, vllm_step_s, vllm_submit_s = 0, 0.0, 0.0
+    num_steps = 0
+    vllm_step_s = 0.0
+    vllm_submit_s = 0.0
     clock = staticmethod(time.perf_counter if torch.cuda.is_available() else time.process_time)
 
     def make_llm(self, *args, **kwargs):
         llm = super().make_llm(*args, **kwargs)
         vllm = llm.llm_engine
-        step, add_request = vllm.step, vllm.add_request
+        step = vllm.step
+        add_request = vllm.add_request
 
         def timed_step(*args, **kwargs):
             started = self.clock()
@@ -114,23 +118,29 @@ class MeasuredEngine(Engine):
             self.vllm_submit_s += self.clock() - started
             return added
 
-        vllm.step, vllm.add_request = timed_step, timed_add_request
+        vllm.step = timed_step
+        vllm.add_request = timed_add_request
         return llm
 
 
-def decode(engine: MeasuredEngine, codec: Codec, num_tokens: int, repeats: int) -> tuple[float, float]:
-    """Return the median milliseconds of a decode step of NUM_SEQUENCES: ours, vLLM's."""
-    tools, rng, times = ToolRunner({}), random.Random(0), []
+def decode(engine: MeasuredEngine, codec: Codec, *, num_tokens: int, repeats: int) -> tuple[float, float]:
+    """Return the median milliseconds of a decode step of NUM_SEQUENCES: (ours, vLLM's)."""
+    tools = ToolRunner({})
+    rng = random.Random(0)
+    times = []
     # Short enough for one step of prefill: vLLM on a CPU cannot cut the prompt of a request that has a seed.
     ids = [tuple(codec.encode("".join(rng.choices(LETTERS, k=16)))) for _ in range(16)]
     prompts = [Prompt(f"p{i}", [], [""], tools=(), token_ids=ids[i]) for i in range(16)]
     group_size = NUM_SEQUENCES // len(prompts)
-    length = RolloutConfig(group_size, max_response_tokens=num_tokens, answer_reserve_tokens=8)
+    cfg = RolloutConfig(group_size, max_response_tokens=num_tokens, answer_reserve_tokens=8)
+    no_branches = BranchingConfig("none", group_size)
     for repeat in range(repeats + 1):
         engine.reset_prefix_cache()
-        engine.num_steps, engine.vllm_step_s, engine.vllm_submit_s = 0, 0.0, 0.0
+        engine.num_steps = 0
+        engine.vllm_step_s = 0.0
+        engine.vllm_submit_s = 0.0
         started = engine.clock()
-        groups = rollout(prompts, engine, tools, codec, length, BranchingConfig("none", group_size), seed=repeat)
+        groups = rollout(prompts, engine, tools, codec, cfg=cfg, branching=no_branches, seed=repeat)
         total = engine.clock() - started
         assert sum(len(group.trajectories) for group in groups) == NUM_SEQUENCES
         ours = total - engine.vllm_step_s - engine.vllm_submit_s
@@ -153,7 +163,7 @@ def main() -> None:
         codec = TagsCodec(AutoTokenizer.from_pretrained(f"{folder}/engine"))
         cfg = EngineConfig(kv_cache_gib=0.5, max_num_seqs=NUM_SEQUENCES, gpu_memory_utilization=0.3)
         engine = MeasuredEngine(f"{folder}/engine", cfg, max_model_len=1024, seed=0)
-    ours, vllm = decode(engine, codec, num_tokens, repeats)
+    ours, vllm = decode(engine, codec, num_tokens=num_tokens, repeats=repeats)
     engine_waits = waits_of_engine_step(engine)
     engine.close()
 

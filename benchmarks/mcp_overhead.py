@@ -2,10 +2,10 @@
 
     python benchmarks/mcp_overhead.py [--quick]
 
-All three are tools behind our ToolRunner, as a rollout calls them: the function as a FunctionTool, and as the tool of a
-server that runs in a process of its own on this machine. Their calls take turns, so that other work weighs on all
-alike. The ratio is direct / stdio: 0.1 means that a call through a server takes ten times as long. What counts beside
-it is the overhead in milliseconds, against the seconds of decoding between two calls of a trajectory.
+All three are tools behind our ToolRunner, as in a rollout: the function as a FunctionTool, and as the tool of a server
+in a separate process on this machine. Their calls take turns, so that other work on the machine slows all alike. The
+ratio is direct / stdio: 0.1 means that a call through a server takes ten times as long. Compare the overhead in
+milliseconds with the seconds of decoding between two calls of a trajectory.
 """
 
 import argparse
@@ -63,10 +63,10 @@ def wait_for_port(port: int) -> None:
 
 
 def seconds_of(runner: ToolRunner, tag: str, num_calls: int) -> float:
-    """Return the seconds until `num_calls` calls, all started at once, are answered, and rightly so."""
+    """Start `num_calls` calls at once, and return the seconds until all have their (right) answers."""
     started = time.perf_counter()
-    for number in range(num_calls):
-        runner.start(str(number), tag, ARGUMENT)
+    for i in range(num_calls):
+        runner.start(str(i), tag, ARGUMENT)
     results = []
     while runner.num_pending:
         results += [result for _, result in runner.collect(block=True)]
@@ -76,10 +76,11 @@ def seconds_of(runner: ToolRunner, tag: str, num_calls: int) -> float:
 
 
 def measure(tools: dict[str, Tool], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the median milliseconds of a call alone, and the calls per second of CONCURRENCY at once, by tool."""
+    """Return by tool the median milliseconds of a single call, and the calls per second with CONCURRENCY at once."""
     runner = ToolRunner(tools)
     try:
-        for tag in tools:  # its server starts
+        # the first call starts the server
+        for tag in tools:
             seconds_of(runner, tag, 1)
         alone = {tag: [] for tag in tools}
         together = {tag: [] for tag in tools}

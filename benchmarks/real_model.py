@@ -3,18 +3,18 @@
     make demo-llm                                    # leaves data/llm and runs/llm_sft
     python benchmarks/real_model.py [--quick] [--dtype float32]
 
-One rank, the settings of configs/llm_arpo.yaml, but without branching, so that all trajectories are whole. Both sides
-compute in the same dtype; the weights that are updated are float32.
+One rank, the settings of configs/llm_arpo.yaml without branching, so that no trajectory inherits tokens. Both sides
+compute in the same dtype; the updated weights are float32.
 
-Rollout: the questions are answered with real Python calls; raw vLLM's `LLM.generate` then samples for the same prompts
-as many tokens for each trajectory as ours had, at the same temperature, without logprobs, entropies, stop strings and
-tools, and with vLLM's own norms (see arpo/engine/cpu_norms.py). It reads the results of a trajectory too, all at once,
-behind the prompt. `rollout_ratio` = our sampled tokens per second / raw vLLM's; `rollout_ratio_unread`: the same
-against raw vLLM that reads no results.
+Rollout: ours answers the questions with real Python calls. Raw vLLM's `LLM.generate` then samples as many tokens per
+trajectory for the same prompts, at the same temperature, without logprobs, entropies, stop strings and tools, and with
+vLLM's own norms (see arpo/engine/cpu_norms.py). It also reads the tool results of the trajectory, all at once, after
+the prompt. `rollout_ratio` = our sampled tokens per second / raw vLLM's; `rollout_ratio_unread`: the same, but raw vLLM
+reads no results.
 
 Update: the trajectories just sampled, in the same mini-batches. The plain loop pads four rows to a micro-batch,
-computes all logits (under autocast for bfloat16), and takes the same PPO loss and AdamW step; it recomputes nothing
-either. Rewards are made up (every other trajectory is right), for the speed does not depend on them. `ratio` = the
+computes all logits (under autocast for bfloat16), and takes the same PPO loss and AdamW step. Neither side recomputes
+activations. Rewards are made up (every other trajectory is right), as the speed does not depend on them. `ratio` = the
 plain loop's seconds / ours.
 """
 
@@ -70,20 +70,21 @@ def config(model: str, train: str, num_prompts: int, dtype: str) -> RLConfig:
 def tokens_per_second(
     cfg: RLConfig, engine: Engine, codec: Codec, prompts: list[Prompt], repeats: int
 ) -> tuple[dict[str, float], list[Group]]:
-    """Return the median rate of each side, which take turns, and the last groups. The first round is a warm-up."""
+    """Let both sides take turns. Return their median rates, and the last groups. The first round is a warm-up."""
     tools = ToolRunner(make_tools(cfg.tools))
     rates: dict[str, list[float]] = {"ours": [], "raw": [], "unread": []}
     for repeat in range(repeats + 1):
         engine.reset_prefix_cache()
         started = time.perf_counter()
-        groups = rollout(prompts, engine, tools, codec, cfg.rollout, cfg.branching, seed=repeat)
+        groups = rollout(prompts, engine, tools, codec, cfg=cfg.rollout, branching=cfg.branching, seed=repeat)
         elapsed = time.perf_counter() - started
         trajectories = [(group.prompt, t) for group in groups for t in group.trajectories]
         num_tokens = sum(t.num_sampled_tokens for _, t in trajectories)
         rates["ours"].append(num_tokens / elapsed)
 
         for name in ("raw", "unread"):
-            rates[name].append(num_tokens / raw_seconds(cfg, engine, trajectories, reads_results=name == "raw"))
+            raw_s = raw_seconds(cfg, engine, trajectories, reads_results=name == "raw")
+            rates[name].append(num_tokens / raw_s)
     tools.close()
     return {name: statistics.median(values[1:]) for name, values in rates.items()}, groups
 
@@ -91,11 +92,12 @@ def tokens_per_second(
 def raw_seconds(
     cfg: RLConfig, engine: Engine, trajectories: list[tuple[Prompt, Trajectory]], *, reads_results: bool
 ) -> float:
-    """Return the time in which raw vLLM samples as many tokens for each trajectory."""
+    """Return the seconds in which raw vLLM samples as many tokens for each trajectory."""
     from vllm import SamplingParams
 
     engine.reset_prefix_cache()
-    requests, params = [], []
+    requests = []
+    params = []
     for prompt, t in trajectories:
         results = [token for token, is_sampled in zip(t.token_ids, t.loss_mask, strict=True) if not is_sampled]
         requests.append({"prompt_token_ids": [*prompt.token_ids, *(results if reads_results else ())]})
@@ -110,7 +112,7 @@ def raw_seconds(
 
 
 def our_update(cfg: RLConfig, ranks: Ranks, groups: list[Group], repeats: int) -> float:
-    """Return the median seconds of a step's mini-batches: cutting rows, logprobs before the update, the updates."""
+    """Return the median seconds of a step's mini-batches: making rows, logprobs before the update, the updates."""
     policy = load_policy(cfg.model, ranks.mesh, device=ranks.device, seed=0)
     optimizer = build_optimizer(policy, cfg.optim)
     update_cfg = resolve_layout(cfg.update, cfg.rollout.group_size)
@@ -120,7 +122,7 @@ def our_update(cfg: RLConfig, ranks: Ranks, groups: list[Group], repeats: int) -
         for minibatch in minibatches[1:]:
             fill_old_logprobs(policy, minibatch.micros, cfg.loss, cfg.rollout.temperature)
         fill_advantages(groups, minibatches, cfg.advantage, cfg.loss, ranks)
-        for number, minibatch in enumerate(minibatches):
+        for index, minibatch in enumerate(minibatches):
             update_policy(
                 policy,
                 optimizer,
@@ -129,14 +131,14 @@ def our_update(cfg: RLConfig, ranks: Ranks, groups: list[Group], repeats: int) -
                 temperature=cfg.rollout.temperature,
                 max_grad_norm=cfg.optim.max_grad_norm,
                 ranks=ranks,
-                is_first=number == 0,
+                is_first=index == 0,
             )
 
     return median_seconds(step, repeats)
 
 
 def plain_update(cfg: RLConfig, groups: list[Group], repeats: int) -> float:
-    """Return the median seconds of the same step as a loop over padded rows writes it."""
+    """Return the median seconds of the same step, written as a plain loop over padded rows."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32).train()
@@ -146,14 +148,19 @@ def plain_update(cfg: RLConfig, groups: list[Group], repeats: int) -> float:
 
     def logprobs_of(rows: list) -> tuple[torch.Tensor, torch.Tensor]:
         length = max(len(prompt) + len(response) for prompt, response, _ in rows)
-        ids, attended, wanted = (torch.zeros(len(rows), length, dtype=torch.long) for _ in range(3))
+        ids = torch.zeros(len(rows), length, dtype=torch.long)
+        attention_mask = torch.zeros_like(ids)
+        loss_mask = torch.zeros_like(ids)
         for i, (prompt, response, mask) in enumerate(rows):
-            whole = [*prompt, *response]
-            ids[i, : len(whole)], attended[i, : len(whole)] = torch.tensor(whole), 1
-            wanted[i, len(prompt) : len(whole)] = torch.tensor(mask)
+            row_ids = [*prompt, *response]
+            ids[i, : len(row_ids)] = torch.tensor(row_ids)
+            attention_mask[i, : len(row_ids)] = 1
+            loss_mask[i, len(prompt) : len(row_ids)] = torch.tensor(mask)
         with torch.autocast("cpu", torch.bfloat16, enabled=is_bfloat16):
-            logits = model(ids, attention_mask=attended).logits[:, :-1]  # (B, T-1, V): position t scores token t+1
-        return log_softmax(logits.float(), -1).gather(-1, ids[:, 1:, None])[..., 0], wanted[:, 1:]
+            # (B, T-1, V): position t scores token t+1
+            logits = model(ids, attention_mask=attention_mask).logits[:, :-1]
+        logprobs = log_softmax(logits.float(), -1).gather(-1, ids[:, 1:, None])[..., 0]
+        return logprobs, loss_mask[:, 1:]
 
     def step() -> None:
         for start in range(0, len(groups), size):
@@ -164,16 +171,18 @@ def plain_update(cfg: RLConfig, groups: list[Group], repeats: int) -> float:
             ]
             parts = [rows[i : i + ROWS_AT_ONCE] for i in range(0, len(rows), ROWS_AT_ONCE)]
             old = [None] * len(parts)
-            if start:  # the first mini-batch's are those of its update
+            if start:  # the first mini-batch takes the logprobs of its own update
                 with torch.no_grad():
                     old = [logprobs_of([row for row, _ in part])[0] for part in parts]
             count = sum(sum(row[2]) for row, _ in rows)
             for part, before in zip(parts, old, strict=True):
                 logprobs, mask = logprobs_of([row for row, _ in part])
-                ratio = (logprobs - (logprobs.detach() if before is None else before)).exp()
+                old_logprobs = logprobs.detach() if before is None else before
+                ratio = (logprobs - old_logprobs).exp()
                 advantages = torch.tensor([advantage for _, advantage in part])[:, None]
                 clipped = ratio.clamp(1 - cfg.loss.clip_low, 1 + cfg.loss.clip_high)
-                (-(torch.minimum(ratio * advantages, clipped * advantages) * mask).sum() / count).backward()
+                loss = -(torch.minimum(ratio * advantages, clipped * advantages) * mask).sum() / count
+                loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -182,7 +191,7 @@ def plain_update(cfg: RLConfig, groups: list[Group], repeats: int) -> float:
 
 
 def median_seconds(step: Callable[[], None], repeats: int) -> float:
-    """Return the median of `repeats` steps after one as a warm-up."""
+    """Return the median seconds of `repeats` steps, after one step as a warm-up."""
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -211,7 +220,7 @@ def main() -> None:
         prompts, codec.render_prompt, max_prompt_tokens=cfg.data.max_prompt_tokens, overlong="drop", path=args.train
     )
     engine = Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=0)
-    rates, groups = tokens_per_second(cfg, engine, codec, prompts, repeats)
+    rates, groups = tokens_per_second(cfg, engine, codec, prompts=prompts, repeats=repeats)
     engine.close()
     for group in groups:
         for i, trajectory in enumerate(group.trajectories):
@@ -227,10 +236,18 @@ def main() -> None:
     )
     ratio = plain_s / update_s
     print(f"update of {num_row_tokens} tokens: ours {update_s:.1f} s, plain loop {plain_s:.1f} s: {ratio:.2f}")
-    result = {"name": "real_model", "ratio": ratio, "unit": f"update tokens/s, {args.dtype}"}
-    result |= {"ours": num_row_tokens / update_s, "baseline": num_row_tokens / plain_s}
-    result |= {"rollout_ratio": ratios["raw"], "rollout_ratio_unread": ratios["unread"]}
-    print(json.dumps(result | {"rollout_tokens_per_s": rates["ours"], "raw_vllm_tokens_per_s": rates["raw"]}))
+    result = {
+        "name": "real_model",
+        "ratio": ratio,
+        "unit": f"update tokens/s, {args.dtype}",
+        "ours": num_row_tokens / update_s,
+        "baseline": num_row_tokens / plain_s,
+        "rollout_ratio": ratios["raw"],
+        "rollout_ratio_unread": ratios["unread"],
+        "rollout_tokens_per_s": rates["ours"],
+        "raw_vllm_tokens_per_s": rates["raw"],
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -3,15 +3,15 @@
     python benchmarks/rl_step_vs_trl.py [--quick] [--environment build/trl]
 
 Same prompts, group size, limit of completion tokens, sampling temperature and number of optimizer steps (one per
-rollout); one process and one thread on each side, no tools, no KL, no gradient checkpointing, float32. A step is what
-happens from one optimizer step to the next: generation, reward, forward, backward. TRL generates with transformers (its
-vLLM mode needs a GPU build or a server), ours with vLLM. Tokens are counted on both sides, and seconds per 1000
-generated tokens are compared.
+rollout); one process and one thread on each side, no tools, no KL, no gradient checkpointing, float32. A step lasts
+from one optimizer step to the next: generation, reward, forward, backward. TRL generates with transformers (its vLLM
+mode needs a GPU build or a server), ours with vLLM. Compared are seconds per 1000 generated tokens, counted on both
+sides.
 
-Two models: one ends a completion after half of the limit on average, at random, for what a policy writes differs in
-length (the ratio); the other hardly ever ends, so that all have the limit's length (ratio_equal_lengths).
+Two models. The first ends a completion at random, on average after half of the limit: real completions differ in length
+too (`ratio`). The second hardly ever ends, so all completions have the length of the limit (`ratio_equal_lengths`).
 
-TRL lives in a virtual environment of its own, which a run without --quick makes where there is none (a gigabyte).
+TRL needs its own virtual environment (a gigabyte). A run without --quick makes it if it is missing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODELS = ("ends", "equal_lengths")
 
 
 def make_environment(folder: Path) -> None:
-    """TRL with the versions of everything that our own environment has too."""
+    """Install TRL. Packages of our own environment get the same version."""
     print(f"making {folder} with {TRL}", flush=True)
     locked = ROOT / "requirements" / "cpu.txt"
     torch = next(line for line in locked.read_text().splitlines() if line.startswith("torch=="))
@@ -69,7 +69,7 @@ def write_world(folder: Path, hidden: int, mean_tokens: int) -> None:
 
 
 def let_completions_end(folder: Path, mean_tokens: int) -> None:
-    """Make the end token of this random model as likely at each position as it must be."""
+    """Give the end token of this random model the probability 1 / mean_tokens at each position."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -77,7 +77,8 @@ def let_completions_end(folder: Path, mean_tokens: int) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 0.3  # large: then dimension 0 of all final states is about the same
+        # large, so that dimension 0 of all final states is about the same
+        model.model.embed_tokens.weight[:, 0] = 0.3
         states = model.model(torch.randint(VOCAB_SIZE, (8, 128))).last_hidden_state
         model.lm_head.weight[:, 0] = 0.0
         model.lm_head.weight[model.config.eos_token_id, 0] = math.log(VOCAB_SIZE / mean_tokens) / states[..., 0].mean()
@@ -85,7 +86,7 @@ def let_completions_end(folder: Path, mean_tokens: int) -> None:
 
 
 def our_steps(folder: Path, model: str, size: str, round_: int) -> list[tuple[float, int]]:
-    """(seconds, generated tokens) of each step of train_rl.py."""
+    """Return (seconds, generated tokens) of each step of train_rl.py."""
     _, num_prompts, group_size, num_tokens, num_steps = SIZES[size]
     flags = {
         "run.dir": folder / "runs", "run.name": f"{model}{round_}", "run.num_steps": num_steps + 1,

@@ -2,20 +2,20 @@
 
     python benchmarks/rollout_streaming.py [--quick] [--against REF]          (on the GPU if there is one)
 
-64 trajectories (4 prompts x 16), three tool turns each, tool latencies log-uniform from 0.05 to 2 s. The model is a
-random one; the tokens are prescribed in the sampler, so both schedules generate exactly the same trajectories, ended by
-the same stop strings, and every call takes the same time. Lock-step: all generate until all have stopped, then all
-calls run side by side, then all go on.
+64 trajectories (4 prompts x 16), three tool turns each, tool latencies log-uniform from 0.05 to 2 s. The model is
+random, but the sampler returns prescribed tokens. So both schedules generate exactly the same trajectories with the
+same stop strings, and every call takes the same time. Lock-step: all generate until all have stopped, then all calls
+run side by side, then all continue.
 
-Nothing can be faster than the bound: the longest chain of one trajectory's tool calls and its tokens, as fast as the
-engine decodes them alone, or the engine's time for all of them without any tool, whichever is larger.
+No schedule can beat the bound, the larger of two times: the longest trajectory with its tool calls, decoded alone; and
+all tokens decoded without any tool.
 
 Also shown: tokens per second of the Engine's submit/step loop against vLLM's own `LLM.generate`, on the same requests
 with the same sampling parameters; and on requests without logprobs, entropies, stop strings and seeds ("bare"). On a
 CPU also against itself with vLLM's own RMSNorm (`norms_ratio`; arpo/engine/cpu_norms.py).
 
---against REF: only the streaming rollout, of the code here against that of a git ref; they take turns. The ratio is REF
-/ here in CPU seconds of a rollout whose tools answer at once: above 1 the code here is faster.
+--against REF: only the streaming rollout, in turn with this code and with the code of a git ref. The ratio is REF /
+here in CPU seconds of a rollout with tools that answer at once: above 1 the code here is faster.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SIZES = {  # tokens of a turn from, to (log-uniform); repeats; rounds of each ve
 
 
 class SlowTool(Tool):
-    """Takes as long as its argument says, whoever asks: log-uniform over LATENCY_S, times `scale`."""
+    """Takes a time that depends on the argument alone: log-uniform over LATENCY_S, times `scale`."""
 
     tag = "search"
     scale = 1.0
@@ -74,11 +74,11 @@ class SlowTool(Tool):
         return ToolResult("nothing was found for this query", ok=True)
 
     async def aclose(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 class TimedEngine(Engine):
-    """Counts the seconds it spends in `step`."""
+    """Counts the seconds spent in `step`."""
 
     busy_s = 0.0
 
@@ -114,7 +114,7 @@ def lock_step(prompts: list[Prompt], engine: Engine, tools: ToolRunner, codec: C
 
 
 def spec_of(prompt: Prompt, tools: ToolRunner) -> SamplingSpec:
-    """Return the sampling parameters that the rollout asks for."""
+    """Return the sampling parameters of the rollout."""
     return SamplingSpec(
         max_tokens=2000, stop=tuple(f"</{tag}>" for tag in prompt.tools if tag in tools.tools), seed=7,
         num_entropy_tokens=BranchingConfig().entropy_tokens, num_chunk_tokens=BranchingConfig().entropy_tokens - 1,
@@ -128,9 +128,9 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def tokens_per_second(engine: Engine, prompts: list[Prompt], spec: SamplingSpec, repeats: int) -> dict[str, float]:
-    """Measure our loop, LLM.generate with the same sampling parameters, and bare requests, in turn.
+    """Measure in turn our loop, LLM.generate with the same sampling parameters, and bare requests.
 
-    On a CPU, where nothing is waited for, in CPU seconds: other processes do not count.
+    On a CPU in CPU seconds, as nothing waits: other processes do not count.
     """
     clock = time.perf_counter if engine.device.type == "cuda" else time.process_time
     requests = [(f"{p.prompt_id}|g{i}|0", list(p.token_ids)) for p in prompts for i in range(16)]
@@ -149,14 +149,18 @@ def tokens_per_second(engine: Engine, prompts: list[Prompt], spec: SamplingSpec,
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     bare = engine.sampling_params(spec)
-    bare.logprobs, bare.seed, bare.stop, bare.detokenize = None, None, [], False
+    bare.logprobs = None
+    bare.seed = None
+    bare.stop = []
+    bare.detokenize = False
     actions = {
         "ours": ours,
         "generate": lambda: generate(engine.sampling_params(spec)),
         "bare": lambda: generate(bare),
     }
     if engine.device.type == "cpu":
-        rates["vllm_norms"], actions["vllm_norms"] = [], vllms_norms()(ours)
+        rates["vllm_norms"] = []
+        actions["vllm_norms"] = vllms_norms()(ours)
     for _ in range(repeats + 1):
         for name, action in actions.items():
             started = clock()
@@ -166,7 +170,7 @@ def tokens_per_second(engine: Engine, prompts: list[Prompt], spec: SamplingSpec,
 
 
 def longest_chain_s(groups: list[Group], seconds_per_token: float) -> float:
-    """Return the time of the longest trajectory, decoded as if it were alone, its calls started at once."""
+    """Return the seconds of the longest trajectory if it is decoded alone and its calls start at once."""
     return max(
         t.num_sampled_tokens * seconds_per_token + sum(SlowTool.latency_s(c.argument) for c in t.tool_calls)
         for group in groups
@@ -193,7 +197,7 @@ class Bench:
         self.prompts = [Prompt(f"p{i}", [], [""], tools=("search",), token_ids=ids[i]) for i in range(4)]
 
     def prescribe(self, shortest: int, longest: int) -> None:
-        """From now on the engine samples the prescribed tokens."""
+        """Let the engine sample the prescribed tokens from now on."""
         prescribed = PrescribedTokens(self.codec, shortest, longest, tool_turns=TOOL_TURNS)
         self.engine.llm.collective_rpc(prescribed.install)
 
@@ -201,8 +205,15 @@ class Bench:
         self.engine.reset_prefix_cache()
         self.tool.scale = scale
         cfg = RolloutConfig(group_size, max_response_tokens=2500, max_tool_calls=TOOL_TURNS)
-        none = BranchingConfig("none", num_initial_rollouts=group_size)
-        return rollout(self.prompts[:num_prompts], self.engine, self.tools, self.codec, cfg, none, seed=0)
+        return rollout(
+            self.prompts[:num_prompts],
+            self.engine,
+            self.tools,
+            self.codec,
+            cfg=cfg,
+            branching=BranchingConfig("none", num_initial_rollouts=group_size),
+            seed=0,
+        )
 
     def lock_step(self) -> None:
         self.engine.reset_prefix_cache()
@@ -259,7 +270,7 @@ def main() -> None:
     spec = SamplingSpec(
         32 if args.quick else 128, stop=("</search>",), seed=7, num_entropy_tokens=20, num_chunk_tokens=19
     )
-    rates = tokens_per_second(engine, bench.prompts, spec, repeats)
+    rates = tokens_per_second(engine, bench.prompts, spec=spec, repeats=repeats)
     bench.prescribe(shortest, longest)
     groups = bench.streaming(0.0)  # warm
     num_tokens = sum(t.num_sampled_tokens for group in groups for t in group.trajectories)
@@ -273,18 +284,32 @@ def main() -> None:
         times["idle"].append(1 - (engine.busy_s - busy) / times["ours"][-1])
         times["lockstep"].append(seconds(bench.lock_step))
     bench.close()
-    of = {name: statistics.median(values) for name, values in times.items()}
-    chain = longest_chain_s(groups, of["token"])
-    bound = max(chain, of["engine"])
-    print(f"{num_tokens} tokens in 64 trajectories; longest chain {chain:.2f} s, engine alone {of['engine']:.2f} s")
-    print(f"lock-step {of['lockstep']:.2f} s, ours {of['ours']:.2f} s = {of['ours'] / bound:.2f} x bound")
-    print(f"engine idle {of['idle']:.0%} of ours")
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    ours_s = medians["ours"]
+    lock_step_s = medians["lockstep"]
+    chain_s = longest_chain_s(groups, medians["token"])
+    bound_s = max(chain_s, medians["engine"])
+    print(
+        f"{num_tokens} tokens in 64 trajectories; longest chain {chain_s:.2f} s, engine alone {medians['engine']:.2f} s"
+    )
+    print(f"lock-step {lock_step_s:.2f} s, ours {ours_s:.2f} s = {ours_s / bound_s:.2f} x bound")
+    print(f"engine idle {medians['idle']:.0%} of ours")
     print("tokens/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items()))
-    result = {"name": "rollout_streaming", "ratio": of["lockstep"] / of["ours"], "ours": of["ours"]}
-    result |= {"baseline": of["lockstep"], "unit": "s", "bound": bound, "ours_over_bound": of["ours"] / bound}
-    result |= {"idle_share": of["idle"], "generate_ratio": rates["ours"] / rates["generate"]}
-    result |= {"norms_ratio": rates["ours"] / rates["vllm_norms"]} if "vllm_norms" in rates else {}
-    print(json.dumps(result | {"bare_ratio": rates["ours"] / rates["bare"]}))
+    result = {
+        "name": "rollout_streaming",
+        "ratio": lock_step_s / ours_s,
+        "ours": ours_s,
+        "baseline": lock_step_s,
+        "unit": "s",
+        "bound": bound_s,
+        "ours_over_bound": ours_s / bound_s,
+        "idle_share": medians["idle"],
+        "generate_ratio": rates["ours"] / rates["generate"],
+        "bare_ratio": rates["ours"] / rates["bare"],
+    }
+    if "vllm_norms" in rates:
+        result["norms_ratio"] = rates["ours"] / rates["vllm_norms"]
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

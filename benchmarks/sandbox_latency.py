@@ -1,9 +1,9 @@
-"""Time of a <python> call in the sandbox, against a fresh interpreter per call, which isolates nothing.
+"""Time of a <python> call in the sandbox, against a fresh interpreter per call (without isolation).
 
     python benchmarks/sandbox_latency.py [--quick]
 
-Three snippets: a trivial one, one that uses NumPy, and one that uses SymPy too (the ratio is of that one). The calls of
-both ways take turns, so that other work on the machine weighs on both.
+Three snippets: trivial, with NumPy, and with NumPy and SymPy (for the ratio). Sandbox and interpreter take turns, so
+that other work on the machine slows both.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def timed(action: Callable[[], str], expected: str) -> float:
-    """Milliseconds; a wrong answer is not worth timing."""
+    """Return the milliseconds of a call. Fails on a wrong answer."""
     start = time.perf_counter()
     text = action()
     milliseconds = 1e3 * (time.perf_counter() - start)
@@ -51,7 +51,7 @@ def timed(action: Callable[[], str], expected: str) -> float:
 
 
 def measure(tool: PythonTool, loop: asyncio.AbstractEventLoop, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """snippet -> way -> milliseconds of each call, one call at a time."""
+    """Return snippet -> "ours" or "baseline" -> milliseconds of each call, one call at a time."""
     times: dict[str, dict[str, list[float]]] = {}
     for name, code in SNIPPETS.items():
         expected = fresh_interpreter(code).strip()
@@ -84,7 +84,7 @@ def calls_per_second(
 
 
 def waiting_calls_s(loop: asyncio.AbstractEventLoop, num_calls: int) -> float:
-    """Time calls that wait 0.3 s each, 64 at once: 256 take 1.2 s if nothing else took time."""
+    """Return the seconds of calls that sleep 0.3 s each, 64 at once. Without any overhead 256 calls take 1.2 s."""
     tool = PythonTool(PythonConfig(max_concurrent=64))
 
     async def run() -> float:
@@ -118,14 +118,16 @@ def main() -> None:
     print(f"tier {tier}, {os.cpu_count()} cores, host started and tested in {start_s:.2f} s")
     for name, ways in times.items():
         for way, values in ways.items():
-            median, p95 = statistics.median(values), percentile(values, 0.95)
+            median = statistics.median(values)
+            p95 = percentile(values, 0.95)
             print(f"{name:12} {way:9} median {median:7.2f} ms   p95 {p95:7.2f} ms   ({len(values)} calls)")
     for name, (ours_per_s, baseline_per_s) in per_s.items():
         rates = f"ours {ours_per_s:.0f} calls/s, baseline {baseline_per_s:.1f} calls/s"
         print(f"{name:12} {CONCURRENCY} at a time: {rates}; by core {ours_per_s / os.cpu_count():.0f} calls/s")
     print(f"{num_waiting} calls that wait 0.3 s, 64 at a time: {waiting_s:.2f} s")
     medians = {name: {way: statistics.median(values) for way, values in ways.items()} for name, ways in times.items()}
-    ours, baseline = medians["numpy_sympy"]["ours"], medians["numpy_sympy"]["baseline"]
+    ours = medians["numpy_sympy"]["ours"]
+    baseline = medians["numpy_sympy"]["baseline"]
     trivial_ratio = medians["trivial"]["baseline"] / medians["trivial"]["ours"]
     ratio = baseline / ours
     print(f"a fresh interpreter takes {ratio:.1f} times as long ({trivial_ratio:.1f} times for the trivial snippet)")

@@ -1,9 +1,9 @@
-"""Slow-down of good calls by hostile ones that run beside them in the same sandbox.
+"""Slow-down of good calls by hostile calls in the same sandbox.
 
     python benchmarks/sandbox_noisy_neighbours.py [--quick]
 
-One caller makes good calls (a trivial one, by turns with one that uses NumPy), first alone, then while others burn CPU,
-fork, fill memory, write files and flood their output. Reported: the p95 of the good calls alone over that beside them.
+One caller makes good calls (in turn a trivial call and a call with NumPy), first alone, then while hostile callers burn
+CPU, fork, fill memory, write files and flood their output. ratio = p95 of the good calls alone / beside hostile calls.
 """
 
 import argparse
@@ -38,8 +38,9 @@ def p95(values: list[float]) -> float:
 
 
 async def good_calls(tool: PythonTool, seconds: float) -> list[float]:
-    """Milliseconds of each good call; a wrong answer is not worth timing."""
-    times, ends = [], time.perf_counter() + seconds
+    """Return the milliseconds of each good call. Fails on a wrong answer."""
+    times = []
+    ends = time.perf_counter() + seconds
     while time.perf_counter() < ends:
         for code, expected in GOOD.items():
             start = time.perf_counter()
@@ -79,7 +80,8 @@ def main() -> None:
     for name, values in (("alone", alone), ("beside", beside)):
         median = statistics.median(values)
         print(f"{name:7} median {median:7.2f} ms   p95 {p95(values):7.2f} ms   ({len(values)} calls)")
-    ours, baseline = p95(beside), p95(alone)
+    ours = p95(beside)
+    baseline = p95(alone)
     print(f"the p95 of good calls is {ours / baseline:.1f} times as long beside hostile ones")
     result = {"name": "sandbox_noisy_neighbours", "ratio": baseline / ours, "ours": ours, "baseline": baseline}
     print(json.dumps(result | {"unit": "ms", "restarts": tool.sandbox.num_restarts}))

@@ -2,16 +2,16 @@
 
     python benchmarks/scaling.py [--hardware 8xH100-80GB] [--config configs/qwen2.5_7b.yaml] [--quick]
 
-Every number is an estimate, from the formulas and assumptions of benchmarks/shared/cost_model.py: the assumptions are
-printed, and no GPU was measured for them. What can be checked on a CPU is checked: the bytes of parameters, gradients,
-optimizer state and activations of a tiny model are measured (last line; ratio = predicted / measured).
+Every number is an estimate, by the formulas and assumptions of benchmarks/shared/cost_model.py. The assumptions are
+printed; no GPU was measured. On the CPU it measures the bytes of parameters, gradients, optimizer state and activations
+of a tiny model (last line; ratio = predicted / measured).
 
-With --config FILE ..., the step that the files describe to train_rl.py is estimated for its own model, with responses
-no longer than its limits and tool calls only if it has tools; exit code 1 with a warning says that it cannot fit.
-Without, the defaults of train_rl.py (the paper's 7B recipe) are taken for all sizes.
+With --config FILE ... it estimates the step of train_rl.py with these files and their model. Responses are assumed
+within the config's limits, and tool calls only if it has tools. Exit code 1, with a warning, if the step cannot fit.
+Without --config, all sizes take the defaults of train_rl.py (the paper's 7B recipe).
 
-If one of the files is called ...sft.yaml, the step is that of train_sft.py, and the hours are those of the whole run
-(--conversations: how many the file has; --conversation_tokens: their mean length, which decides the time).
+If one of the files is called ...sft.yaml, the step is a step of train_sft.py, and the hours are those of the entire run
+(--conversations: number in the file; --conversation_tokens: their mean length, which decides the time).
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ KNOWN_CONVERSATIONS = {"dongguanting/ARPO-SFT-54K": 54_000}
 
 def row(name: str, shape: Shape, work: Workload, hw: Hardware, nodes: int) -> str:
     num_gpus = nodes * hw.gpus_per_node
-    m, reasons = memory(shape, work, hw), misfits(shape, work, hw, num_gpus)
+    m = memory(shape, work, hw)
+    reasons = misfits(shape, work, hw, num_gpus)
     cells = [name, str(nodes), str(work.num_prompts), *(f"{x / GIB:.0f}" for x in (m.training, m.rollout, m.kv_cache))]
     if reasons:
         return f"| {' | '.join(cells)} | does not fit: {'; '.join(reasons)} |"
@@ -69,7 +70,8 @@ def row(name: str, shape: Shape, work: Workload, hw: Hardware, nodes: int) -> st
 
 
 def table(models: dict[str, Shape], work: Workload, hw: Hardware, all_nodes: list[int]) -> list[str]:
-    """Prompts (and mini-batches with them) grow with the nodes where there would be fewer than one per GPU."""
+    """Return the lines of the table. If a GPU would have less than one prompt, prompts and mini-batches are scaled
+    up."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for name, shape in models.items():
         for nodes in all_nodes:
@@ -77,12 +79,12 @@ def table(models: dict[str, Shape], work: Workload, hw: Hardware, all_nodes: lis
             factor = max(1, math.ceil(num_gpus / work.num_prompts))
             per_minibatch = factor * work.num_prompts_per_minibatch
             grown = replace(work, num_prompts=factor * work.num_prompts, num_prompts_per_minibatch=per_minibatch)
-            lines.append(row(name, shape, grown, hw, nodes))
+            lines.append(row(name, shape, work=grown, hw=hw, nodes=nodes))
     return lines
 
 
 def from_config(paths: list[str]) -> tuple[str, Workload]:
-    """(model path, what the files say of the step). Raises UserError like train_rl.py."""
+    """Return (model path, workload of these config files). Raises UserError like train_rl.py."""
     from arpo.start.load import load_config
     from arpo.update import first_update_computes_old_logprobs
     from train_rl import RLConfig
@@ -161,7 +163,7 @@ def sft_table(name: str, shape: Shape, work: SftWorkload, hw: Hardware, nodes: l
 
 
 def lengths(max_prompt_tokens: int, rollout: RolloutConfig, *, num_tools: int) -> dict[str, float]:
-    """Return how long trajectories are assumed to be: as long as Workload says, but within the limits of a config."""
+    """Return the assumed lengths of trajectories: the defaults of Workload, cut to the limits of the config."""
     num_calls = rollout.max_tool_calls if num_tools else 0
     room = rollout.max_response_tokens if rollout.context == "append" else rollout.max_trajectory_tokens
     results = min(Workload.result_tokens, num_calls * rollout.max_result_tokens)
@@ -176,23 +178,24 @@ def lengths(max_prompt_tokens: int, rollout: RolloutConfig, *, num_tools: int) -
 
 
 def shape_of(path: str) -> Shape:
-    """Return the shape of a folder with config.json, or of a path or name that contains one of ours."""
+    """Return the shape of a folder with config.json, or of a path that contains the name of a model we know."""
     if (Path(path) / "config.json").exists():
         c = json.loads((Path(path) / "config.json").read_text())
         return shape_from_json(c)
-    letters = re.compile(r"[^a-z0-9]")  # runs/qwen2.5_7b-sft/hf is a Qwen2.5-7B
+    # compare letters and digits only: runs/qwen2.5_7b-sft/hf is a Qwen2.5-7B
+    separators = re.compile(r"[^a-z0-9]")
     shapes = MODELS | OTHER_MODELS
-    known = [name for name in shapes if letters.sub("", name.lower()) in letters.sub("", path.lower())]
-    if not known:
+    matching = [name for name in shapes if separators.sub("", name.lower()) in separators.sub("", path.lower())]
+    if not matching:
         raise UserError(f"model.path={path}: no folder with config.json; say --model {'|'.join(shapes)}, or a folder")
-    return shapes[known[0]]
+    return shapes[matching[0]]
 
 
-# --------------------------------------------------------------------------------------- what can be measured here
+# ----------------------------------------------------------------------------------------- measured on this machine
 
 
 def measure(shape: Shape, num_tokens: int) -> dict[str, tuple[float, float]]:
-    """name -> (predicted, measured) bytes of a float32 Qwen3 of this shape, one training step, on one rank."""
+    """Return name -> (predicted, measured) bytes of a training step of a float32 Qwen3 of this shape on one rank."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -203,12 +206,12 @@ def measure(shape: Shape, num_tokens: int) -> dict[str, tuple[float, float]]:
     model = Qwen3ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.arange(num_tokens)[None] % shape.vocab
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    weight_storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in weight_storages:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -255,22 +258,27 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="measure a smaller model")
     args = parser.parse_args(argv)
-    hw, work, models = HARDWARE[args.hardware], Workload(), MODELS
+    hw = HARDWARE[args.hardware]
     if args.config and is_of_sft(args.config):
         estimate_sft(args, hw)
         return
+    work = Workload()
+    models = MODELS
     if args.config:
         path, work = from_config(args.config)
         path = args.model or path
         models = {path: shape_of(path)}
     print(f"{args.hardware}: {hw}\n{work}\n")
     print("\n".join(table(models, work, hw, args.nodes)))
-    tiny = {"kv_heads": 2, "head_dim": 32, "qk_norm": True}
-    small, large = Shape(128, 512, 4, 4, vocab=2048, **tiny), Shape(256, 1024, 8, 8, vocab=8192, **tiny)
-    found = measure(small, 256) if args.quick else measure(large, 1024)
-    for name, (predicted, measured) in found.items():
+    if args.quick:
+        sizes = {"hidden": 128, "intermediate": 512, "layers": 4, "heads": 4, "vocab": 2048}
+    else:
+        sizes = {"hidden": 256, "intermediate": 1024, "layers": 8, "heads": 8, "vocab": 8192}
+    shape = Shape(**sizes, kv_heads=2, head_dim=32, qk_norm=True)
+    bytes_of = measure(shape, num_tokens=256 if args.quick else 1024)
+    for name, (predicted, measured) in bytes_of.items():
         print(f"{name}: predicted {predicted / 2**20:.2f} MiB, measured {measured / 2**20:.2f} MiB")
-    ours, baseline = (sum(values) / GIB for values in zip(*found.values(), strict=True))
+    ours, baseline = (sum(values) / GIB for values in zip(*bytes_of.values(), strict=True))
     print(json.dumps({"name": "scaling", "ratio": ours / baseline, "ours": ours, "baseline": baseline, "unit": "GiB"}))
     if args.config:
         shape = models[path]

@@ -1,11 +1,11 @@
-"""Our local search against a table of SQLite's FTS5, which needs no package, on up to a million passages.
+"""Our local search against SQLite's FTS5 (needs no package), on up to a million passages.
 
     python benchmarks/search_local.py [--quick]
 
-Passages of 80 words, drawn from a Zipf vocabulary among stop words as frequent as in English prose. A query is six
-words of one passage among five stop words; `hit` is the share of queries whose ten best passages include that passage.
-Both sides are asked for the same words, without the stop words. The last line is of the largest corpus; `ratio` is the
-median of SQLite over ours.
+A passage has 80 words: content words from a Zipf vocabulary, and stop words, as frequent as in English prose. A query
+has six words of one passage and five stop words. `hit` is the share of queries with that passage among the ten best.
+Both sides search for the same words, without the stop words. The last line is about the largest corpus. `ratio` =
+SQLite's median time / ours.
 """
 
 import argparse
@@ -31,8 +31,9 @@ VOCABULARY = np.array([f"w{i}" for i in range(50_000)])
 
 
 def write_corpus(path: Path, num_passages: int, num_queries: int) -> list[tuple[int, str]]:
-    """Streams the corpus to `path`, 0.45 kB per passage; returns (passage, query) pairs."""
-    rng, chunk = np.random.default_rng(0), 10_000
+    """Write the corpus to `path` in chunks, 0.45 kB per passage. Return (passage, query) pairs."""
+    rng = np.random.default_rng(0)
+    chunk = 10_000
     weights = 1 / np.arange(10, 10 + len(VOCABULARY))
     shares = np.cumsum(weights / weights.sum())
     stop_words = np.array(sorted(STOP_WORDS))
@@ -41,7 +42,8 @@ def write_corpus(path: Path, num_passages: int, num_queries: int) -> list[tuple[
     with path.open("w") as file:
         for first in range(0, num_passages, chunk):
             ranks = np.searchsorted(shares, rng.random((chunk, NUM_CONTENT_WORDS))).clip(max=len(VOCABULARY) - 1)
-            content, stop = VOCABULARY[ranks], rng.choice(stop_words, (chunk, NUM_STOP_WORDS))
+            content = VOCABULARY[ranks]
+            stop = rng.choice(stop_words, (chunk, NUM_STOP_WORDS))
             passages = rng.permuted(np.concatenate([content, stop.astype(content.dtype)], axis=1), axis=1)
             for i, words in enumerate(passages.tolist(), first):
                 file.write(json.dumps({"text": f"passage {i} " + " ".join(words)}) + "\n")
@@ -52,7 +54,7 @@ def write_corpus(path: Path, num_passages: int, num_queries: int) -> list[tuple[
 
 
 class Fts5:
-    """The baseline: passages in a table, their words in another, ranked by FTS5's own BM25."""
+    """The baseline: a table of passages and a table of their words, ranked by FTS5's own BM25."""
 
     def __init__(self, corpus: Path):
         self.path = corpus.with_suffix(".sqlite")
@@ -83,11 +85,12 @@ def ask(ways: dict[str, Callable[[str], list[str]]], queries: list[tuple[int, st
     times_ms: dict[str, list[float]] = {way: [] for way in ways}
     hits = dict.fromkeys(ways, 0)
     for wanted, query in queries:
-        for way, search in ways.items():  # in turns, so that all meet the same load and caches
+        # in turn, so that all have the same load and caches
+        for way, search in ways.items():
             start = time.perf_counter()
-            found = search(query)
+            texts = search(query)
             times_ms[way].append((time.perf_counter() - start) * 1000)
-            hits[way] += any(text.startswith(f"passage {wanted} ") for text in found)
+            hits[way] += any(text.startswith(f"passage {wanted} ") for text in texts)
     return {
         way: {
             "p50": statistics.median(times),
@@ -104,7 +107,7 @@ def disk_mib(path: Path) -> float:
 
 
 def measure(num_passages: int, num_queries: int) -> dict[str, dict[str, float]]:
-    """The results of `ask` on a corpus of its own, which is deleted afterwards; prints them too."""
+    """Write a corpus, print and return the results of `ask` on it, and delete it."""
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus.jsonl"
         queries = write_corpus(corpus, num_passages, num_queries)
@@ -129,7 +132,8 @@ def main() -> None:
     sizes, num_queries = ([5_000], 100) if args.quick else ([20_000, 200_000, 1_000_000], 200)
     for num_passages in sizes:
         results = measure(num_passages, num_queries)
-    ours, baseline = results["ours"]["p50"], results["sqlite"]["p50"]
+    ours = results["ours"]["p50"]
+    baseline = results["sqlite"]["p50"]
     result = {"name": "search_local", "ratio": baseline / ours, "ours": ours, "baseline": baseline, "unit": "ms"}
     hit_rates = {"hit": results["ours"]["hit"], "hit_baseline": results["sqlite"]["hit"]}
     print(json.dumps({**result, **hit_rates, "passages": sizes[-1]}))

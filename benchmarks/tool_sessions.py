@@ -2,11 +2,11 @@
 
     python benchmarks/tool_sessions.py [--quick]
 
-All ways answer the same four calls of a trajectory, 8 calls at a time. Without sessions a call that needs what earlier
-ones have made runs them again: `baseline` does that in a fresh interpreter per call, which isolates nothing, and
-`stateless` in the jail of the <python> tool. The copy's cell must see the state at the copy, though its parent has gone
-on. The ratio is baseline / ours in time per trajectory. The others are timed on a part of the trajectories, in turns
-with ours, so that other work on the machine weighs on all.
+All three systems answer the same four calls of a trajectory, 8 calls at a time. Without sessions, a call must repeat
+the code of the earlier calls that it needs. `baseline` does so in a fresh interpreter per call (without isolation),
+`stateless` in the jail of the <python> tool. The cell in the copy must see the state at the time of the copy, although
+its parent has continued. The ratio is baseline / ours in time per trajectory. Baseline and stateless run a part of the
+trajectories, in turn with ours, so that other work on the machine slows all.
 """
 
 import argparse
@@ -41,14 +41,15 @@ SHARES = {"quick": (8, 1), "full": (64, 3)}
 
 
 def expected(n: int) -> list[str]:
-    """Return the texts that the trajectory's four calls print."""
-    total, count = sum(range(n + 3)), n % 7 + 3
+    """Return the outputs of the trajectory's four calls."""
+    total = sum(range(n + 3))
+    count = n % 7 + 3
     first = [str(total), str(total + sum(i * i for i in range(count))), str(count + 1)]
     return [*first, f"{count + 1} {total}"]  # the copy is made after the second cell
 
 
 def codes(n: int) -> list[str]:
-    """All code that each call without a session has to run: what it needs of the earlier ones, then its own."""
+    """Return the code of each call without a session: the earlier cells that it needs, then its own."""
     cells = [cell.format(n=n) for cell in CELLS]
     quiet = [cell.rsplit("\n", 1)[0] for cell in cells]  # without the print
     return [
@@ -66,7 +67,7 @@ def fresh_interpreter(code: str) -> str:
 
 
 async def trajectory(tool: NotebookTool, n: int, all_open: asyncio.Barrier, times: dict[str, list[float]]) -> None:
-    """One trajectory and its branch. No cell runs before all notebooks are open."""
+    """Run one trajectory and its branch. The second cell waits until all notebooks are open."""
 
     async def timed(name: str, work) -> object:
         started = time.perf_counter()
@@ -94,7 +95,7 @@ async def trajectory(tool: NotebookTool, n: int, all_open: asyncio.Barrier, time
 
 
 async def sessions(tool: NotebookTool, times: dict[str, list[float]]) -> float:
-    """Seconds of all sessions."""
+    """Return the seconds of all sessions."""
     barrier = asyncio.Barrier(NUM_SESSIONS)
     started = time.perf_counter()
     await asyncio.gather(*(trajectory(tool, n, barrier, times) for n in range(NUM_SESSIONS)))
@@ -102,7 +103,7 @@ async def sessions(tool: NotebookTool, times: dict[str, list[float]]) -> float:
 
 
 async def stateless(tool: PythonTool, count: int) -> float:
-    """Seconds of `count` trajectories without sessions, in the jail."""
+    """Return the seconds of `count` trajectories without sessions, in the jail."""
 
     async def one(n: int) -> None:
         results = [await tool.run(code) for code in codes(n)]
@@ -114,7 +115,7 @@ async def stateless(tool: PythonTool, count: int) -> float:
 
 
 def fresh(count: int) -> float:
-    """Seconds of `count` trajectories in fresh interpreters."""
+    """Return the seconds of `count` trajectories in fresh interpreters."""
 
     def one(n: int) -> None:
         assert [fresh_interpreter(code) for code in codes(n)] == expected(n)
@@ -143,15 +144,24 @@ def main() -> None:
     for tool in (notebook, python):
         loop.run_until_complete(tool.aclose())
     loop.close()
-    of = {name: 1e3 * statistics.median(values) for name, values in per_trajectory.items()}
+    ms_of = {name: 1e3 * statistics.median(values) for name, values in per_trajectory.items()}
     print(f"tier {tier}, {os.cpu_count()} cores, {NUM_SESSIONS} notebooks open at once, {CONCURRENCY} calls at a time")
-    for name, milliseconds in of.items():
+    for name, milliseconds in ms_of.items():
         print(f"{name:10} {milliseconds:7.1f} ms per trajectory of four calls")
     medians = {name: statistics.median(values) for name, values in times.items() if values}
     print("with the wait for a turn: " + ", ".join(f"{name} {value:.1f} ms" for name, value in medians.items()))
-    result = {"name": "tool_sessions", "ratio": of["baseline"] / of["ours"], "ours": of["ours"]}
-    result |= {"baseline": of["baseline"], "unit": "ms", "stateless": of["stateless"], "tier": tier}
-    print(json.dumps(result | {"stateless_ratio": of["stateless"] / of["ours"], "sessions": NUM_SESSIONS}))
+    result = {
+        "name": "tool_sessions",
+        "ratio": ms_of["baseline"] / ms_of["ours"],
+        "ours": ms_of["ours"],
+        "baseline": ms_of["baseline"],
+        "unit": "ms",
+        "stateless": ms_of["stateless"],
+        "tier": tier,
+        "stateless_ratio": ms_of["stateless"] / ms_of["ours"],
+        "sessions": NUM_SESSIONS,
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

