@@ -1,12 +1,13 @@
-"""Measures what the entropy after a tool result predicts, from the trajectory dumps of finished runs:
+"""Measure what the entropy after a tool result predicts, from the trajectory dumps of finished runs.
 
     python benchmarks/ablation/siblings.py runs/demo_hard_ablation/{random,arpo,standardized}_seed*
     python benchmarks/ablation/siblings.py runs/llm_arpo
 
-First how H_root (the first turn), H after a successful and after a failed call, and dH = H - H_root are distributed.
-Then whether a branch at a high entropy is worth more: correlation of H and of dH at the fork with the branch having
-another reward than its parent (which is what a group can learn from), with a 95 % bootstrap interval over the groups;
-and for each quarter of H, how often the parent fails, the two differ, and both fail.
+First table: the distributions of H_root (the first turn), of H after a successful and after a failed call, and of dH =
+H - H_root. Then: is a branch at a high entropy worth more? A group learns from a branch only if its reward differs from
+its parent's. So the script prints the correlation of H and of dH at the fork with "the rewards differ", with a 95 %
+bootstrap interval over the groups. Last table, for each quarter of H: how often the parent fails, the two differ, and
+both fail.
 """
 
 from __future__ import annotations
@@ -35,41 +36,48 @@ class Branch:
     """A branch and its parent."""
 
     group: int
-    """Index of the group: branches of one group are no independent observations."""
+    """Index of the group: branches of one group are not independent observations."""
     entropy: float
-    """H of the turn at which the branch left its parent, as the parent sampled it, nats."""
+    """H (nats) of the parent's turn at the fork."""
     delta: float
-    """That less H of the parent's first turn."""
+    """`entropy` minus H of the parent's first turn."""
     parent_fails: bool
     fails: bool
     differs: bool
-    """Their rewards are not the same."""
+    """The rewards of branch and parent differ."""
 
 
 def groups_of(dump: Path) -> Iterator[Group]:
-    """Yield the groups of a dump; a question is drawn once in a step of these runs."""
+    """Yield the groups of a dump. These runs draw a question at most once per step."""
     trajectories = (trajectory for _, trajectory, _ in read_dump(dump))
     for prompt_id, members in groupby(trajectories, key=lambda t: t.prompt_id):
         yield Group(Prompt(prompt_id, [], []), list(members))
 
 
 def branches_of(groups: Sequence[Group]) -> list[Branch]:
-    """Return all branches whose parents' entropies are known; those that an error of ours ended do not count."""
+    """Return all branches with a known entropy of the parent. Trajectories with infrastructure errors do not count."""
     branches = []
-    for number, group in enumerate(groups):
+    for index, group in enumerate(groups):
         by_id = {t.trajectory_id: t for t in group.trajectories if t.is_judged}
         for child in by_id.values():
             parent = by_id.get(child.parent_id)
             turn = next((turn for turn in parent.turns if turn.start == child.fork_at), None) if parent else None
             if turn and turn.entropy is not None:
-                delta, fails = turn.entropy - parent.turns[0].entropy, child.reward <= 0
-                differs = child.reward != parent.reward
-                branches.append(Branch(number, turn.entropy, delta, parent.reward <= 0, fails, differs))
+                branches.append(
+                    Branch(
+                        group=index,
+                        entropy=turn.entropy,
+                        delta=turn.entropy - parent.turns[0].entropy,
+                        parent_fails=parent.reward <= 0,
+                        fails=child.reward <= 0,
+                        differs=child.reward != parent.reward,
+                    )
+                )
     return branches
 
 
 def entropies_of(groups: Sequence[Group]) -> dict[str, np.ndarray]:
-    """Return name -> entropies (nats) of all turns, each one counted for the trajectory that sampled it."""
+    """Return name -> entropies (nats) of all turns. A turn counts once, for the trajectory that sampled it."""
     values: dict[str, list[float]] = {
         name: [] for name in ("H_root", "H after success", "H after error", "dH after success", "dH after error")
     }
@@ -86,13 +94,15 @@ def entropies_of(groups: Sequence[Group]) -> dict[str, np.ndarray]:
 
 
 def correlation(branches: Sequence[Branch], signal: str) -> str:
-    """Correlation of a signal (entropy, delta) with `differs`, and its interval when groups are drawn again."""
+    """Return the correlation of a signal ("entropy", "delta") with `differs`, with its interval over resampled
+    groups."""
     x = np.array([getattr(branch, signal) for branch in branches])
     y = np.array([float(branch.differs) for branch in branches])
     if len(branches) < 3 or not x.std() or not y.std():
         return "not defined"
     _, numbers = np.unique([branch.group for branch in branches], return_inverse=True)
-    sums = np.zeros((numbers.max() + 1, 6))  # of each group: n, x, y, xx, yy, xy, from which a correlation follows
+    # per group the sums n, x, y, xx, yy, xy, from which `pearson` computes a correlation
+    sums = np.zeros((numbers.max() + 1, 6))
     np.add.at(sums, numbers, np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=1))
     rng = np.random.default_rng(0)
     drawn = rng.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), NUM_RESAMPLES) @ sums
@@ -101,7 +111,7 @@ def correlation(branches: Sequence[Branch], signal: str) -> str:
 
 
 def pearson(sums: np.ndarray) -> np.ndarray:
-    """Correlations from rows of n, x, y, xx, yy, xy; nan where there is no variance."""
+    """Return the correlations from rows of n, x, y, xx, yy, xy; nan without variance."""
     n, x, y, xx, yy, xy = sums.T
     with np.errstate(invalid="ignore", divide="ignore"):
         return (n * xy - x * y) / np.sqrt((n * xx - x * x) * (n * yy - y * y))
@@ -117,7 +127,7 @@ def entropy_table(entropies: dict[str, np.ndarray]) -> str:
 
 
 def quarters(branches: Sequence[Branch]) -> list[list[Branch]]:
-    """The branches by H, in four parts of about equal size."""
+    """Sort the branches by H, and return four parts of about equal size."""
     ordered = sorted(branches, key=lambda branch: branch.entropy)
     return [ordered[len(ordered) * i // 4 : len(ordered) * (i + 1) // 4] for i in range(4)]
 
@@ -139,7 +149,8 @@ def main() -> None:
     groups = [group for dump in dumps for group in groups_of(dump)]
     if not groups:
         exit_with(UserError(f"{args.runs[0]}: no trajectories/step_* in it; name runs with run.dump_every above 0"))
-    entropies, branches = entropies_of(groups), branches_of(groups)
+    entropies = entropies_of(groups)
+    branches = branches_of(groups)
     print(f"{len(dumps)} steps, {len(groups)} groups, {len(branches)} branches\n\n{entropy_table(entropies)}\n")
     for name, signal in {"H": "entropy", "dH": "delta"}.items():
         print(f"correlation of {name} with another reward: {correlation(branches, signal)}")

@@ -1,8 +1,8 @@
 """The cost of a training step in memory and time, by formula: the model behind benchmarks/scaling.py.
 
-States and KV cache are those of arpo/start/memory.py, with which a run checks itself at its start; what an update takes
-besides is added here. Decoding is bound by memory traffic, all else by arithmetic; collectives hide behind compute as
-far as `Hardware.overlap` says.
+Training state and KV cache are computed as at the start of a run (arpo/start/memory.py). The other memory of an update
+is added here. Decoding is bound by memory traffic, everything else by arithmetic. A share of the collectives
+(`Hardware.overlap`) hides behind compute.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
         attention = self.hidden * (2 * q + 2 * kv) + self.qkv_bias * (q + 2 * kv) + self.qk_norm * 2 * self.head_dim
         return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
 
@@ -54,13 +55,18 @@ class Shape:
     @property
     def sizes(self) -> Sizes:
         return Sizes(
-            self.parameters, self.kv_numbers_per_token, self.kv_heads, self.hidden, self.intermediate, self.vocab,
+            parameters=self.parameters,
+            kv_numbers_per_token=self.kv_numbers_per_token,
+            kv_heads=self.kv_heads,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            vocab=self.vocab,
             head_dim=self.head_dim,
-        )  # fmt: skip
+        )
 
 
 def shape_from_json(c: dict) -> Shape:
-    """Return the shape of a config.json. Raises KeyError for one that names its sizes in another way."""
+    """Return the shape of a config.json. Raises KeyError if it has other names for its sizes."""
     heads = c["num_attention_heads"]
     return Shape(
         hidden=c["hidden_size"],
@@ -76,6 +82,7 @@ def shape_from_json(c: dict) -> Shape:
     )
 
 
+# Shape(hidden, intermediate, layers, heads, kv_heads, head_dim, vocab)
 MODELS = {
     "Qwen2.5-3B": Shape(2048, 11008, 36, 16, 2, 128, 151_936, tied=True, qkv_bias=True),
     "Qwen2.5-7B": Shape(3584, 18944, 28, 28, 4, 128, 152_064, qkv_bias=True),
@@ -96,12 +103,12 @@ OTHER_MODELS = {
     "Llama-3.2-1B": Shape(2048, 8192, 16, 32, 8, 64, 128_256, tied=True),
     "Llama-3.2-3B": Shape(3072, 8192, 28, 24, 8, 128, 128_256, tied=True),
 }
-"""More that are known by their name."""
+"""Further models that --model may name."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One step. The defaults are those of train_rl.py; the last block is what trajectories are assumed to be like."""
+    """One step. The defaults are those of train_rl.py. The last block has assumptions about the trajectories."""
 
     num_prompts: int = 128
     group_size: int = 16
@@ -118,23 +125,23 @@ class Workload:
     max_num_seqs: int = 256
     gpu_memory_utilization: float = 0.6
     shard_gpus: int = 0
-    """GPUs that share one copy of weights and optimizer state; 0 = those of a node."""
+    """GPUs that share one copy of weights and optimizer state; 0 = all GPUs of a node."""
     lora: bool = False
-    """Adapters only: their gradients and optimizer state are taken as nothing."""
+    """Train adapters only; their gradients and optimizer state count as 0 bytes."""
     offload: bool = False
-    """AdamW's moments are in host memory but for the optimizer step (optim.offload)."""
+    """AdamW's moments are in host memory except during the optimizer step (optim.offload)."""
 
     prompt_tokens: float = 400.0
     sampled_tokens: float = 900.0
     result_tokens: float = 600.0
     longest_sampled_tokens: float = 3000.0
-    """Tokens of the trajectory that the rollout waits for."""
+    """Tokens of the longest trajectory, for which the rollout waits."""
     longest_tool_seconds: float = 20.0
     """Seconds of all tool calls of that trajectory."""
     tree_token_ratio: float = 1.5
     """Tokens of all rows / tokens computed."""
     rollout_over_bound: float = 1.15
-    """The streaming loop against its bound (benchmarks/rollout_streaming.py)."""
+    """Time of the streaming loop over its bound (benchmarks/rollout_streaming.py)."""
 
     @property
     def row_tokens(self) -> float:
@@ -169,9 +176,9 @@ class Memory:
     states: float
     """`training_state`."""
     resting: float
-    """Part of `states` that stays while the engine samples, `resting_state`."""
+    """Part of `states` that stays while the engine samples: `resting_state`."""
     gathered: float
-    """Two layers and the root whole, and the gradients of one of each before they are reduced."""
+    """Two unsharded layers and the root module, and unreduced gradients of the largest of them."""
     activations: float
     head: float
     engine_budget: float
@@ -188,43 +195,48 @@ class Memory:
         return self.resting + self.engine_budget + self.reserved
 
 
-def layer_activation_bytes(shape: Shape, number: int) -> int:
-    """Saved for the backward pass per token in one layer, when a number of the compute dtype has `number` bytes.
+def layer_activation_bytes(shape: Shape, dtype_bytes: int) -> int:
+    """Return the bytes per token that one layer saves for the backward pass.
 
-    Two norms (the float32 input, the normalised one, and that times the weight), q, k, v and the output of the
-    attention, then gate, silu(gate), up and their product. k and v count once per query head where sdpa expands them.
+    Two norms (the float32 input, the normalised input, and its product with the weight); q, k, v and the output of the
+    attention; gate, silu(gate), up and their product. k and v count once per query head, as sdpa expands them.
     """
-    norms = 2 * (FP32 + 2 * number) * shape.hidden
-    qk_norms = shape.qk_norm * (FP32 + number) * (shape.heads + shape.kv_heads) * shape.head_dim
-    return norms + qk_norms + number * (4 * shape.heads * shape.head_dim + 4 * shape.intermediate)
+    norms = 2 * (FP32 + 2 * dtype_bytes) * shape.hidden
+    qk_norms = shape.qk_norm * (FP32 + dtype_bytes) * (shape.heads + shape.kv_heads) * shape.head_dim
+    return norms + qk_norms + dtype_bytes * (4 * shape.heads * shape.head_dim + 4 * shape.intermediate)
 
 
-def activation_bytes(shape: Shape, num_tokens: float, number: int, *, every: int) -> float:
-    """Held at the start of the backward pass; of each `every`-th layer its input alone (0 = of none), and one of
-    those layers recomputed."""
-    layer = num_tokens * layer_activation_bytes(shape, number)
+def activation_bytes(shape: Shape, num_tokens: float, dtype_bytes: int, *, every: int) -> float:
+    """Return the bytes of activations at the start of the backward pass.
+
+    Every `every`-th layer keeps only its input and is recomputed (0 = no layer). One of these layers is recomputed at a
+    time.
+    """
+    layer = num_tokens * layer_activation_bytes(shape, dtype_bytes)
     if not every:
         return shape.layers * layer
     num_light = -(-shape.layers // every)
-    return num_light * num_tokens * number * shape.hidden + (shape.layers - num_light + 1) * layer
+    return num_light * num_tokens * dtype_bytes * shape.hidden + (shape.layers - num_light + 1) * layer
 
 
 def memory_of_job(
     shape: Shape, job: Job, max_tokens_per_microbatch: int, gpu_bytes: float, reserved: float = GIB
 ) -> Memory:
-    """Return what a job that trains a model of this shape needs of a GPU of so many bytes."""
-    model, number = job.model, SIZE_OF[job.model.compute_dtype]
-    num_whole = 2 if model.reshard_after_forward else shape.layers
+    """Return the memory that a job with a model of this shape needs on a GPU with `gpu_bytes`."""
+    model = job.model
+    dtype_bytes = SIZE_OF[model.compute_dtype]
+    num_unsharded = 2 if model.reshard_after_forward else shape.layers
     largest = max(shape.layer_parameters, shape.root_parameters)
     engine = engine_memory(job.sizes, job.engine, gpu_bytes) if job.engine else None
     return Memory(
         states=training_state(job),
         resting=resting_state(job),
-        gathered=number * (num_whole * shape.layer_parameters + shape.root_parameters) + (number + FP32) * largest,
+        gathered=dtype_bytes * (num_unsharded * shape.layer_parameters + shape.root_parameters)
+        + (dtype_bytes + FP32) * largest,
         activations=activation_bytes(
             shape,
             max_tokens_per_microbatch / model.context_parallel,
-            number,
+            dtype_bytes,
             every=model.recompute_every_n_layers,
         ),
         head=3 * FP32 * HEAD_CHUNK_TOKENS * shape.vocab,  # logits, their softmax, their gradient
@@ -235,13 +247,19 @@ def memory_of_job(
 
 
 def memory(shape: Shape, work: Workload, hw: Hardware) -> Memory:
-    one = job(shape, work, hw)
-    return memory_of_job(shape, one, work.max_tokens_per_microbatch, hw.memory_gib * GIB, hw.reserved_gib * GIB)
+    return memory_of_job(
+        shape,
+        job(shape, work, hw),
+        max_tokens_per_microbatch=work.max_tokens_per_microbatch,
+        gpu_bytes=hw.memory_gib * GIB,
+        reserved=hw.reserved_gib * GIB,
+    )
 
 
 def misfits(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> list[str]:
-    """Why it cannot run; empty where it can."""
-    m, total = memory(shape, work, hw), hw.memory_gib * GIB
+    """Return the reasons why the step cannot run; [] if it can."""
+    m = memory(shape, work, hw)
+    total = hw.memory_gib * GIB
     reasons = []
     if m.training > total:
         reasons.append(f"training needs {m.training / GIB:.0f} of {hw.memory_gib:.0f} GiB per GPU")
@@ -260,11 +278,11 @@ class Seconds:
 
     rollout: float
     tail: float
-    """Part of `rollout`: what the longest trajectory takes beyond the engine's own time."""
+    """Part of `rollout`: the wait for the longest trajectory after the engine's own time."""
     old_logprobs: float
     update: float
     collectives: float
-    """Part of old_logprobs and update: what of gathers and reductions does not hide behind compute."""
+    """Part of old_logprobs and update: gathers and reductions that do not hide behind compute."""
     sync: float
 
     @property
@@ -277,21 +295,23 @@ def kv_bytes_per_token(shape: Shape) -> int:
 
 
 def forward_flops(shape: Shape, num_tokens: float, mean_context: float) -> float:
-    """FLOPs of matrices (2 per weight and token; the embedding is a lookup) and causal attention."""
+    """Return the FLOPs of matrices (2 per weight and token; the embedding is a lookup) and causal attention."""
     matrices = shape.parameters - (0 if shape.tied else shape.vocab * shape.hidden)
     return num_tokens * (2 * matrices + 4 * shape.layers * shape.heads * shape.head_dim * mean_context)
 
 
 def decode_seconds(shape: Shape, hw: Hardware, batch: float, num_cached: float) -> float:
-    """One token of each of `batch` sequences, which have `num_cached` tokens in the cache in all: the weights are read
-    once, and the whole cache."""
+    """Return the seconds of one token for each of `batch` sequences, with `num_cached` tokens in the cache together.
+
+    A decode step reads the weights once, and the entire cache.
+    """
     read = BF16 * shape.parameters + num_cached * kv_bytes_per_token(shape)
     moved = read / (hw.memory_share * hw.memory_gb_s * 1e9)
     return moved + (hw.step_overhead_ms + batch * hw.overhead_ms_per_sequence) / 1e3
 
 
 def rollout_seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> tuple[float, float]:
-    """(seconds, of which tail). Decoding is bound by memory: the weights once per step, each sequence's cache."""
+    """Return (seconds, seconds of the tail among them). Decoding is bound by reading weights and caches."""
     sequences = work.num_prompts * work.group_size / num_gpus
     context = work.prompt_tokens + (work.sampled_tokens + work.result_tokens) / 2
     fitting = memory(shape, work, hw).kv_cache / (kv_bytes_per_token(shape) * context)
@@ -306,15 +326,16 @@ def rollout_seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -
     return seconds, max(0.0, seconds - engine)
 
 
-def gather_seconds(shape: Shape, number: int, hw: Hardware, shards: int) -> float:
-    """One all-gather (or reduce-scatter) of all parameters; across nodes the network is the slower part."""
+def gather_seconds(shape: Shape, dtype_bytes: int, hw: Hardware, shards: int) -> float:
+    """Return the seconds of one all-gather (or reduce-scatter) of all parameters."""
+    # across nodes the network is the slower part
     inside = shards <= hw.gpus_per_node
     rate = hw.link_share * 1e9 * (hw.link_gb_s if inside else hw.network_gb_s)
-    return number * shape.parameters * (1 - 1 / shards) / rate
+    return dtype_bytes * shape.parameters * (1 - 1 / shards) / rate
 
 
 def train_seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> tuple[float, float, float]:
-    """(old logprobs with reference and values, update, collectives within both that do not hide)."""
+    """Return seconds: (old logprobs with reference and values, update, exposed collectives within both)."""
     rows = work.num_prompts * work.group_size / num_gpus * work.row_tokens
     tokens = rows / work.tree_token_ratio
     forward = forward_flops(shape, tokens, work.row_tokens / 2) / (hw.train_share * hw.bf16_tflops * 1e12)
@@ -383,6 +404,8 @@ def sft_seconds(shape: Shape, work: SftWorkload, hw: Hardware, num_gpus: int) ->
 def seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> Seconds:
     rollout, tail = rollout_seconds(shape, work, hw, num_gpus)
     old_logprobs, update, collectives = train_seconds(shape, work, hw, num_gpus)
-    copied = 3 * BF16 * shape.parameters / (hw.memory_gb_s * 1e9)  # out of the shards, into buckets, into the engine
-    sync = gather_seconds(shape, BF16, hw, num_shards(work, hw)) + copied + 1.0  # 1 s: memory mapped again
+    # three copies: out of the shards, into buckets, into the engine
+    copied = 3 * BF16 * shape.parameters / (hw.memory_gb_s * 1e9)
+    # 1 s to map the engine's memory again
+    sync = gather_seconds(shape, BF16, hw, num_shards(work, hw)) + copied + 1.0
     return Seconds(rollout, tail, old_logprobs, update, collectives, sync)

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu_report.py runs: tests/test_gpu*.py, benchmarks that want a GPU, train_rl.py, all GPUs at once."""
+"""The sections of benchmarks/gpu_report.py: tests/test_gpu*.py, benchmarks for a GPU, train_rl.py, several GPUs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ ROOT = Path(__file__).resolve().parents[2]
 class Section:
     name: str
     command: tuple[str, ...]
-    """After the interpreter; {quick} is dropped in a full run."""
+    """Command line after the interpreter. A full run drops {quick}."""
     needs: tuple[str, ...] = ()
-    """Packages without which it is skipped."""
+    """Packages; the section is skipped without them."""
     limit_s: int = 300
     num_gpus: int = 1
-    """GPUs without which it is skipped; on the CPU any number of ranks will do."""
+    """The section is skipped with fewer GPUs. On the CPU it runs with any number of ranks."""
     file: str = ""
-    """A test file whose sections share a process, those that fail there apart; "" for a section of its own."""
+    """Sections of the same test file share a process; "" = the section always runs alone."""
 
 
 def sections(device: str) -> list[Section]:
-    """Return the parts of the report, those that are worth most first: a loan may end before the last of them."""
-    found = [*tests_of_gpu(), *speed_sections(device), *run_sections(device), *rank_sections(device)]
+    """Return the sections, the most valuable first: the GPU may be gone before the last one."""
+    all_sections = [*tests_of_gpu(), *speed_sections(device), *run_sections(device), *rank_sections(device)]
     order = (
         *("correctness/vllm_samples_from_the_weights", "speed/engine_decode_usual", "speed/update_mfu_7b"),
         *("run/train_rl_small", "speed/decode_steps", "speed/colocated", "run/", "ranks/", "correctness/", "speed/"),
     )
-    rank = lambda section: next(i for i, part in enumerate(order) if section.name.startswith(part))  # noqa: E731
-    return sorted(found, key=rank)
+    return sorted(
+        all_sections,
+        key=lambda section: next(i for i, part in enumerate(order) if section.name.startswith(part)),
+    )
 
 
 def tests_of_gpu() -> list[Section]:
@@ -96,7 +98,7 @@ def run_sections(device: str) -> list[Section]:
 
 
 def rank_sections(device: str) -> list[Section]:
-    """Return what needs several GPUs, and takes all there are."""
+    """Return the sections that need several GPUs. They take all GPUs."""
     on_gpu = device == "cuda"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "gpu" if on_gpu else "2")
 

@@ -1,11 +1,11 @@
-"""Nodes that the cost model speaks of, by their data sheets."""
+"""The nodes of the cost model, with the numbers of their data sheets."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A node, and the shares of its data sheet that we assume to reach. Nothing here was measured on such a node."""
+    """A node, and the shares of its data sheet that we assume to reach. None of them was measured."""
 
     gpus_per_node: int
     memory_gib: float
@@ -32,6 +32,7 @@ class Hardware:
     """CUDA context, NCCL buffers, fragmentation."""
 
 
+# Hardware(gpus_per_node, memory_gib, bf16_tflops, memory_gb_s, link_gb_s, network_gb_s)
 HARDWARE = {
     "1xRTX4080-16GB": Hardware(1, 15.6, 97, 717, 25, 25),
     "1xRTX4090-24GB": Hardware(1, 23.5, 165, 1008, 25, 25),

@@ -1,12 +1,12 @@
-"""Whether the cost model gives what others have published of their systems, from what they say of the workload.
+"""The cost model against published step times of other systems, from their description of the workload.
 
-No run of theirs was repeated. The first, synchronous, number of each source is a fit: the milliseconds that the host
-takes in an engine step are chosen so that it comes out. It is not counted. The others are predictions: within 15 %, or
-a MISS. The last column is how far their errors go under other assumptions about what is not published, each with a fit
-of its own. Where it goes beyond 15 %, a prediction within 15 % proves little.
+We did not repeat any run. The first (synchronous) number of each source is a fit: we choose the milliseconds of the
+host per engine step so that it comes out. It does not count. The other numbers are predictions: within 15 %, or a MISS.
+The last column has the range of their errors under other assumptions about unpublished facts, each with its own fit. If
+this range exceeds 15 %, a prediction within 15 % proves little.
 
-Spread of lengths, its share between prompts and seconds of calls are those of drawn_work.py. But how each system works
-was read in the sources' code and scripts with the published numbers in sight, so these are not blind predictions.
+The spread of lengths, its share between prompts, and the seconds of calls are those of drawn_work.py. We read how each
+system works in its code and scripts, and knew the published numbers. So these are not blind predictions.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ STATE_BYTES = 2 * FP32 * 32 * 128 * 128
 
 
 def lengths(count: int, median: float, most: int, deviation: float) -> list[float]:
-    """Return so many log-normal lengths, ascending."""
+    """Return `count` log-normal lengths in ascending order, cut at `most`."""
     rng = random.Random(0)
     return sorted(min(median * math.exp(deviation * rng.gauss()), most) for _ in range(count))
 
 
 @cache
 def median_for(mean: float, most: int, deviation: float) -> float:
-    """Return the median of lengths with this mean, when they are cut at `most`."""
+    """Return the median of lengths that have this mean after they are cut at `most`."""
     low, high = 1.0, float(most)
     for _ in range(40):
         middle = (low + high) / 2
@@ -47,8 +47,10 @@ def median_for(mean: float, most: int, deviation: float) -> float:
 
 
 def drain(tokens: list[float], context: float, step_s: Callable[[float, float], float]) -> float:
-    """Return the seconds of one engine that decodes these lengths side by side, behind `context` tokens each, until the
-    longest has ended. step_s: of a step, by batch and by tokens in the cache."""
+    """Return the seconds of one engine to decode these lengths side by side, each after `context` tokens.
+
+    tokens: ascending. step_s(batch, tokens in the cache): seconds of a step.
+    """
     seconds = before = 0.0
     for i, length in enumerate(tokens):
         batch = len(tokens) - i
@@ -63,8 +65,11 @@ def drain(tokens: list[float], context: float, step_s: Callable[[float, float], 
 def verl_tool(
     hw: Hardware, turns: int, *, is_async: bool, median: float = 300, calls: float = 1.0, later: float = 1.0
 ) -> float:
-    """Rollout of 2,048 trajectories of a 1.5B model on 4 H100. median: tokens of a turn; calls: share of the turns that
-    end in a call, as long as one is allowed; later: factor of the median behind a call."""
+    """Return the seconds of a rollout: 2,048 trajectories of a 1.5B model on 4 H100.
+
+    median: tokens of a turn. calls: share of turns that end in a call, while calls are allowed. later: factor of the
+    median after a call.
+    """
 
     def step_s(batch: float, cached: float) -> float:
         return decode_seconds(SHAPES["1.5b"], hw, batch, cached)
@@ -90,16 +95,20 @@ def verl_tool(
 def verl(
     hw: Hardware, *, carries: bool, deviation: float = DEVIATION, share: float = SHARE_OF_PROMPT, update: float = 1.0
 ) -> float:
-    """150 steps of 64 prompts x 8 of a 35B mixture with 3B at work, on 32 GPUs: 8 engines of 4, tensor parallel.
-    deviation: of ln(tokens), `share` of its variance between prompts; update: factor of its seconds."""
-    most, prompt, gpus = 32_768, 156, 4
+    """Return the seconds of 150 steps: 64 prompts x 8, a 35B mixture with 3B active, 8 engines of 4 GPUs each.
+
+    deviation: of ln(tokens). share: part of this variance between prompts. update: factor of the update's seconds.
+    """
+    most = 32_768
+    prompt = 156
+    gpus = 4
 
     def step_s(batch: float, cached: float) -> float:
         read = BF16 * (2e9 + 33e9 * (1 - (1 - 8 / 256) ** batch)) + 20_480 * cached + 30 * STATE_BYTES * batch
         moved = read / (gpus * hw.memory_share * hw.memory_gb_s * 1e9)
         return moved + (hw.step_overhead_ms + batch * hw.overhead_ms_per_sequence) / 1e3
 
-    # separate_async trains 18,829 tokens/s on half of the GPUs; its trainers are assumed to wait for nothing
+    # separate_async trains 18,829 tokens/s on half of the GPUs. We assume that its trainers never wait.
     update_s = update * 512 * (12_720 + prompt) / (2 * 18_829)
     median = median_for(12_720, most, deviation)
     if not carries:
@@ -109,14 +118,15 @@ def verl(
     between, within = deviation * math.sqrt(share), deviation * math.sqrt(1 - share)
 
     def new_group() -> list[tuple[float, float]]:
-        """Tokens that are left, and that are there, of each of 8 trajectories."""
+        """Return (tokens left, tokens decoded) of each of 8 trajectories."""
         of_prompt = median * math.exp(between * rng.gauss())
         return [(min(of_prompt * math.exp(within * rng.gauss()), most), 0.0) for _ in range(8)]
 
     groups, seconds = [new_group() for _ in range(64)], []
     for _ in range(40):
         groups = sorted([*groups, *(new_group() for _ in range(64))], key=max)
-        until = max(groups[63])[0]  # tokens that each trajectory may decode before 64 groups are whole
+        # tokens that each trajectory may decode until 64 groups are finished
+        until = max(groups[63])[0]
         engine = [pair for group in groups for pair in group if pair[0]][::8]
         context = prompt + sum(there for _, there in engine) / len(engine)
         seconds.append(drain(sorted(min(left, until) for left, _ in engine), context, step_s))
@@ -127,10 +137,10 @@ def verl(
 
 
 def skyrl(hw: Hardware, *, drafts: bool, pass_ms: float = H100.step_overhead_ms) -> float:
-    """A step with 256 samples of a 9B model on 8 H100; all but the rollout takes what it takes without drafts.
+    """Return the seconds of a step with 256 samples of a 9B model on 8 H100. Drafts change the rollout only.
 
-    pass_ms: of the host in a draft's forward pass, whatever its layers. What the host takes in a step above its usual
-    6 ms is launches of layers, of which the model has 32 and a draft one.
+    pass_ms: time of the host in a draft's forward pass, apart from its layers. The host's time in a step beyond the
+    usual 6 ms is assumed to go into launching layers: 32 of the model, one of a draft.
     """
     rate = hw.memory_share * hw.memory_gb_s * 1e9
 
@@ -144,12 +154,12 @@ def skyrl(hw: Hardware, *, drafts: bool, pass_ms: float = H100.step_overhead_ms)
 
 
 class Case(NamedTuple):
-    """A published number, and the model's."""
+    """A published number, and the function that predicts it."""
 
     name: str
     published: float
     seconds: Callable[..., float]
-    """By hardware, and by the assumptions that are not the usual ones."""
+    """Takes the hardware, and assumptions that differ from the usual ones."""
 
 
 SOURCES = {
@@ -190,11 +200,11 @@ SOURCES = {
         [{"pass_ms": 0.0}, {"pass_ms": 9.0}],
     ),
 }
-"""Name -> what is known and what is assumed, cases of which the first is fitted, other assumptions."""
+"""Name -> (facts and assumptions, cases: the first is fitted, other assumptions)."""
 
 
 def fitted(case: Case, **others: float) -> Hardware:
-    """Return the H100 with the step overhead that makes the model give this number."""
+    """Return the H100 with the step overhead at which the model gives this number."""
     low, high = 0.0, 200.0
     for _ in range(30):
         middle = (low + high) / 2
@@ -204,11 +214,11 @@ def fitted(case: Case, **others: float) -> Hardware:
 
 
 def print_table() -> tuple[int, int, int]:
-    """Print what the model gives of each number; return how many predictions are within 15 %, how many predictions
-    there are, and how many numbers."""
+    """Print the model's value of each number. Return (predictions within 15 %, predictions, numbers)."""
     errors: list[float] = []
     for source, (facts, cases, others) in SOURCES.items():
-        hw, refits = fitted(cases[0]), [(fitted(cases[0], **other), other) for other in others]
+        hw = fitted(cases[0])
+        refits = [(fitted(cases[0], **other), other) for other in others]
         print(f"\n{source}. {facts}")
         print(f"| | published s | 6 ms a step | {hw.step_overhead_ms:.1f} ms, fitted | error | | other assumptions |")
         print("|---|---|---|---|---|---|---|")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.shared.cost_model import Shape
 
+# Shape(hidden, intermediate, layers, heads, kv_heads, head_dim, vocab)
 SHAPES = {
     "tiny": Shape(128, 512, 2, 4, 2, 32, 4096, tied=True, qkv_bias=True),
     "small": Shape(256, 1024, 4, 4, 2, 64, 4096, tied=True, qk_norm=True),
@@ -14,7 +15,7 @@ SHAPES = {
     "4b": Shape(2560, 9728, 36, 32, 8, 128, 151_936, tied=True, qk_norm=True),
     "7b": Shape(3584, 18_944, 28, 28, 4, 128, 152_064, qkv_bias=True),
 }
-"""Qwen2.5's, Qwen3's where the heads have norms, and SmolLM2's (135m), here with the biases of Qwen2's code."""
+"""Qwen3's shapes (qk_norm), SmolLM2's (135m, here with the biases of Qwen2's code), and Qwen2.5's (all others)."""
 
 
 def config_of(shape: Shape):
@@ -30,7 +31,7 @@ def config_of(shape: Shape):
 
 
 def write_config(folder: str, shape: Shape) -> None:
-    """Write the config and a tokenizer of one word: nobody reads a text, and the weights come from memory."""
+    """Write the config and a one-word tokenizer (nobody reads a text here). The weights come from memory."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

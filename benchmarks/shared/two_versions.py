@@ -1,7 +1,7 @@
-"""One benchmark on two versions of the code that take turns, so that other work on the machine weighs on both alike.
+"""One benchmark on two versions of the code in turn, so that other work on the machine slows both alike.
 
-Each version is a process of its own: today's script, over `arpo` as it is here or as it was at a git ref. A script that
-can be compared so reads lines from stdin, and for each measures one round and prints a JSON object (`serve_rounds`).
+Each version is a separate process with today's script. One uses `arpo` as it is here, the other as it was at a git ref.
+For each line of stdin, the script measures one round and prints a JSON object (`serve_rounds`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def serve_rounds(measure: Callable[[], dict[str, float]]) -> None:
-    """Answer each line of stdin with a line of numbers, until stdin ends. Be one of the two versions."""
+    """Be one of the two versions: answer each line of stdin with a line of numbers, until stdin ends."""
     for _ in sys.stdin:
         print(json.dumps(measure()), flush=True)
 
@@ -29,10 +29,10 @@ def serve_rounds(measure: Callable[[], dict[str, float]]) -> None:
 def rounds_of_both(
     script: str, arguments: list[str], ref: str, num_rounds: int, *, root: Path = ROOT
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Return the rounds of the code here and those of the code at `ref`; who begins changes from round to round.
+    """Return the rounds of the code here, and the rounds of the code at `ref`. They take turns in being first.
 
-    script: its path below `root`, the repository. Ends the program with one line if there is no such ref, or if a
-    version does not answer.
+    script: path below `root`, the repository. Ends the program with one line if there is no such ref, or if a version
+    does not answer.
     """
     rounds: dict[str, list[dict[str, float]]] = {"here": [], ref: []}
     with (

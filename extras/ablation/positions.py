@@ -1,7 +1,7 @@
-"""The control that says what the entropies are worth: forks at the positions of another selector's, blind to H.
+"""A control that shows the value of the entropies: it forks at the positions of another selector, without reading H.
 
-`--branching.selector extras/ablation/positions.py:positions`; the environment's FORK_POSITIONS names a JSON file of
-turn -> how often a run forked there (`counted`).
+`--branching.selector extras/ablation/positions.py:positions`. The environment variable FORK_POSITIONS names a JSON
+file: turn -> number of forks of a run at this turn (written by `counted`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from arpo.trajectory import Group
 
 
 def positions(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
-    """Turns after a tool result, without replacement; the position of each as probable as in the file."""
+    """Draw turns after a tool result without replacement. Each position is as probable as in the file."""
     share = shares(os.environ["FORK_POSITIONS"])
     turns = [(t.trajectory_id, turn) for (t, turn), _ in sampled_turns(group) if share.get(turn)]
-    number = Counter(turn for _, turn in turns)
-    waits = {place: rng.expovariate(share[place[1]] / number[place[1]]) for place in turns}
-    return [Fork(*place) for place in sorted(turns, key=waits.get)[:budget]]
+    num_candidates = Counter(turn for _, turn in turns)
+    # the smallest of exponential waiting times: a weighted draw without replacement
+    waits = {(name, turn): rng.expovariate(share[turn] / num_candidates[turn]) for name, turn in turns}
+    return [Fork(name, turn) for name, turn in sorted(turns, key=waits.get)[:budget]]
 
 
 @cache
@@ -35,11 +36,11 @@ def shares(path: str) -> dict[int, float]:
 
 
 def counted(folder: Path) -> dict[int, int]:
-    """Turn -> number of forks there, from a run's dumps."""
-    found: Counter[int] = Counter()
+    """Return turn -> number of forks there, from a run's dumps."""
+    num_forks: Counter[int] = Counter()
     for path in sorted(folder.glob("step_*.jsonl.gz")):
         for _, trajectory, _ in read_dump(path):
-            for number, turn in enumerate(trajectory.turns):
+            for index, turn in enumerate(trajectory.turns):
                 if turn.decision and not turn.inherited:
-                    found[number] += turn.decision.num_children
-    return dict(sorted(found.items()))
+                    num_forks[index] += turn.decision.num_children
+    return dict(sorted(num_forks.items()))

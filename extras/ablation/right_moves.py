@@ -1,11 +1,11 @@
-"""Train on the demo's task `long`, and note with each step how probable the right moves have become, exactly.
+"""Train on the demo's task `long`, and log after each step the exact probability of the right moves.
 
     torchrun --nproc_per_node 1 extras/ablation/right_moves.py configs/demo_arpo.yaml configs/demo_long.yaml
 
-This is train_rl.py, whose options it takes. Each line of metrics.jsonl has, of the policy after the step and on trails
-that are held out: `right/decisive` and `right/certain`, the mean probability of the right turn where a place leaves a
-choice and elsewhere; `right/trail`, that of the one right trajectory (the exact held-out accuracy); and the process's
-`cpu_s` of the step, since the seconds of a busy machine say little. One rank only.
+This is train_rl.py with the same options. Each line of metrics.jsonl gets further numbers about the policy after the
+step, on held-out trails. `right/decisive` and `right/certain`: mean probability of the right turn at places with and
+without a choice. `right/trail`: mean probability of the only right trajectory (the exact held-out accuracy). `cpu_s`:
+CPU seconds of the step, as wall time on a busy machine says little. One rank only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_TRAILS = 24
 
 
 class RightTrace(LongTrace):
-    """Always takes the right way."""
+    """Always takes the right turn."""
 
     def pick(self, shares: dict[str, float]) -> str:
         return next(iter(shares))
@@ -72,18 +72,20 @@ class RightMoves:
 
     @staticmethod
     def _parts(text: str) -> list[str]:
-        """Return turns and results in turn."""
+        """Split into turns and results, alternately."""
         return re.split(r"( <result>.*?</result>)", text, flags=re.DOTALL)
 
     def _row(self, world: LongWorld, code: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of prompt and right trajectory, and of each its turn."""
+        """Return the tokens of prompt and right trajectory, and the turn of each token (-1: not sampled)."""
         message = {"role": "user", "content": f"where does trail {code} end?"}
         prompt = self.tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
         ids = self._encode(prompt)
         turn = [-1] * len(ids)
-        for number, part in enumerate(self._parts(right_trajectory(world, code))):
+        for index, part in enumerate(self._parts(right_trajectory(world, code))):
             new = self._encode(part)
-            ids, turn = ids + new, turn + [-1 if number % 2 else number // 2] * len(new)
+            is_result = index % 2 == 1
+            ids = ids + new
+            turn = turn + [-1 if is_result else index // 2] * len(new)
         return [*ids, self.tokenizer.eos_token_id], [*turn, turn[-1]]
 
     def _encode(self, text: str) -> list[int]:
@@ -91,32 +93,37 @@ class RightMoves:
 
     @torch.no_grad()
     def take(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over the policy's weights."""
-        own = dict(self.model.named_parameters())
+        """Copy the policy's weights."""
+        parameters = dict(self.model.named_parameters())
         for name, value in named_parameters:
-            own[name].copy_(value.full_tensor() if hasattr(value, "full_tensor") else value)
+            parameters[name].copy_(value.full_tensor() if hasattr(value, "full_tensor") else value)
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
         logprobs = torch.log_softmax(self.model(input_ids=self.ids[:, :-1], use_cache=False).logits, -1)
         taken = logprobs.gather(-1, self.ids[:, 1:, None])[..., 0]  # (B, T-1): position t scores token t+1
-        found: dict[bool, list[float]] = {True: [], False: []}
+        decisive_turns: list[float] = []
+        certain_turns: list[float] = []
         for row, turns, decisive in zip(taken, self.turn[:, 1:], self.decisive, strict=True):
-            for number, is_decisive in enumerate(decisive):
-                found[is_decisive].append(row[turns == number].sum().exp().item())
-        whole = torch.where(self.turn[:, 1:] >= 0, taken, 0.0).sum(1).exp().mean().item()
-        means = {name: sum(found[key]) / len(found[key]) for name, key in (("decisive", True), ("certain", False))}
-        return {f"right/{name}": value for name, value in (means | {"trail": whole}).items()}
+            for index, is_decisive in enumerate(decisive):
+                probability = row[turns == index].sum().exp().item()
+                (decisive_turns if is_decisive else certain_turns).append(probability)
+        is_sampled = self.turn[:, 1:] >= 0
+        return {
+            "right/decisive": sum(decisive_turns) / len(decisive_turns),
+            "right/certain": sum(certain_turns) / len(certain_turns),
+            "right/trail": torch.where(is_sampled, taken, 0.0).sum(1).exp().mean().item(),
+        }
 
 
 class Enough(Exception):
-    """Ends a training that its watcher has seen enough of."""
+    """Ends a training whose watcher (`is_enough`) needs no further steps."""
 
 
 def main(cfg: train_rl.RLConfig, is_enough: Callable[[Mapping[str, float]], bool] = lambda values: False) -> None:
-    """Train, where the engine's weights are read too, and the log has more to say.
+    """Train as train_rl.py does, copy the weights at each sync, and log the additional numbers.
 
-    `is_enough` gets the numbers of each step. Raises Enough where it returns True: then nothing is saved.
+    `is_enough` gets the numbers of each step. If it returns True, Enough is raised and nothing is saved.
     """
     moves = RightMoves(cfg.model.path, Path(cfg.data.train).parent)
     used_s = [time.process_time()]

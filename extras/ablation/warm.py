@@ -1,4 +1,4 @@
-"""Imports all that is slow, and starts no thread: an experiment's runs are forked from a process that has done so."""
+"""Import everything slow, without starting a thread. The runs of an experiment are forked from such a process."""
 
 import gc
 import importlib

@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 class CannotFork(Exception):
-    """Raised by `fork` for a session that cannot be copied exactly: the branch replays its calls."""
+    """Raised by `fork` if the session cannot be copied exactly: the branch replays its calls."""
 
 
 class SessionLost(Exception):
-    """Raised by `run` where the session is gone through a failure of ours: its calls are replayed in a new one."""
+    """Raised by `run` if an infrastructure error destroyed the session: a new one replays its calls."""
 
 
 class StatefulTool(Protocol):
@@ -46,25 +46,25 @@ class Copy:
     tool: StatefulTool
     num_calls: int
     task: asyncio.Task | None = None
-    """Returns the handle, or None where there could be no copy."""
+    """Returns the handle, or None if no copy could be made."""
     claims: int = 0
-    """Branches that may still want it: those that have not called yet, and the decision that is not settled."""
+    """How many may still need the copy: branches that have not called yet, and an open branching decision."""
     has_place: bool = False
 
 
 @dataclass
 class Session:
-    """A trajectory's session of one tool, or of several that share it."""
+    """A trajectory's session of one tool, or of several tools that share it."""
 
     calls: list[RecordedCall] = field(default_factory=list)
-    """All that brought it into its state, its parent's before the fork included."""
+    """All calls that led to its state, with the parent's calls before the fork."""
     source: Copy | None = None
-    """The copy that it will begin with; None where it opens, or has begun."""
+    """The copy from which it will start; None if it has started, or starts with `open`."""
     handle: Any = None
     is_open: bool = False
     has_place: bool = False
     context: ToolContext | None = None
-    """That of the newest call."""
+    """Of the newest call."""
     newest_copy: Copy | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -83,7 +83,7 @@ class Own(dict[str, Session]):
 
 
 async def close_handle(tool: StatefulTool, handle: Any) -> None:
-    """Close a session of the tool; one that cannot be closed is no reason to fail."""
+    """Close a session of the tool. An error is logged, not raised."""
     try:
         await tool.close(handle)
     except Exception:
@@ -91,7 +91,7 @@ async def close_handle(tool: StatefulTool, handle: Any) -> None:
 
 
 async def try_to_fork(tool: StatefulTool, handle: Any, context: ToolContext, told: set) -> Any | None:
-    """Return a copy of a session, or None for one that must be replayed. The first error of a kind is told."""
+    """Return a copy of a session, or None if it must be replayed. Logs the first error of each kind (`told`)."""
     try:
         return await tool.fork(handle, context)
     except CannotFork:
@@ -115,10 +115,14 @@ def recorded(tool: StatefulTool, session: Session, turn: int, argument: str, res
 async def replay(
     tools: Mapping[str, StatefulTool], session: Session, context: ToolContext, prices: Mapping[str, float]
 ) -> ToolResult:
-    """Run the session's recorded calls again, and return how many, how many answered otherwise, and what it cost; or
-    the result of one that failed through us."""
-    calls, session.calls = session.calls, []
-    mismatches, cost = 0, 0.0
+    """Run the session's recorded calls again.
+
+    Returns their number, the number of different answers, and the cost; or the result of an infrastructure error.
+    """
+    calls = session.calls
+    session.calls = []
+    mismatches = 0
+    cost = 0.0
     try:
         for call in calls:
             at = replace(context, turn=call.turn, history=session.history)

@@ -1,18 +1,19 @@
-"""The sessions of tools with state: one per trajectory and tool, and how a branch gets one in its parent's state.
+"""The sessions of tools with state: one per trajectory and tool, and how a branch gets a session in its parent's state.
 
-A session's name is the tag of its tool. Tools that share one (those of a ToolSet) give it a name of their own.
+A session's name is the tag of its tool. Tools that share a session (those of a ToolSet) give it a common name.
 
-A branch begins at the end of a tool result, but it is started later, when its parent has gone on decoding and may have
-called the tool again (a rule of `branching.RULES` sees the next turn's first tokens; the budget may make a claim wait
-longer; AEPO's pilot ends first). So where a decision can follow, and the tool can `fork`, a copy is made at the result,
-before the parent's next call, and kept until it is settled that no branch needs it. A branch takes that copy. Where
-there is none, it opens a session at its first call and runs its parent's calls before the fork again: for tools
-without `fork`, where a copy found no free place, and for retrospective selectors, which fork after all have ended.
+A branch begins at the end of a tool result, but it is started later. By then its parent has decoded more, and may have
+called the tool again: a rule of `branching.RULES` sees the first tokens of the next turn, the budget may delay a claim,
+and AEPO's pilot ends first. So if a branching decision can follow and the tool can `fork`, a copy is made at the
+result, before the parent's next call. It is kept until no branch can need it, and a branch takes it. Without a copy,
+the branch opens a session at its first call and replays its parent's calls before the fork. This happens for tools
+without `fork`, if a copy found no free place, and for retrospective selectors (they fork after all trajectories have
+ended).
 
-No limit can make trajectories wait for each other for ever. A copy never waits: without a free place there is none.
-So at most max_sessions - 1 copies exist, the remaining session belongs to a trajectory that grows and ends, and its
-place is the next one's. Who holds a session of another tool does not wait either, but goes over the limit, and is not
-copied. The sessions of a trajectory take their places one after the other: none waits while another gets one.
+Limits (`max_sessions`) cannot cause a deadlock. A copy never waits: without a free place there is no copy. So at most
+max_sessions - 1 copies exist. The remaining session belongs to a trajectory that grows and ends, and frees its place. A
+trajectory with a session of another tool does not wait either: it exceeds the limit, and is not copied. The sessions of
+a trajectory take their places one after the other, so none waits while another one gets a place.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from extras.tools.session_records import (
 )
 
 NUM_TRIES = 2
-"""Times that a call is tried whose session is lost under it."""
+"""Tries of a call if its session is lost during the call."""
 logger = logging.getLogger(__name__)
 
 
 class ToolSessions(Sessions):
-    """All sessions of a runner. Methods that return nothing return at once (`end_all` excepted)."""
+    """All sessions of a runner. Methods without a result return at once (except `end_all`)."""
 
     def __init__(
         self,
@@ -57,27 +58,27 @@ class ToolSessions(Sessions):
         self._prices = prices or {}
         self.tools: dict[str, StatefulTool] = stateful if loop else {}
         self._by_name = {session_name(tool): tool for tool in self.tools.values()}
-        """Who opens, copies and closes the sessions of a name."""
+        """Session's name -> the tool that opens, copies and closes it."""
         self._unbranchable = {tag for tag, tool in stateful.items() if not getattr(tool, "may_branch", True)}
         self._loop = loop
         limits = {name: getattr(tool, "max_sessions", 0) for name, tool in self._by_name.items()}
         self._places = {name: asyncio.Semaphore(limit) for name, limit in limits.items() if limit}
         self._sessions: dict[Owner, Own] = {}
         self._copies: dict[str, dict[tuple[int, str], dict[str, Copy]]] = {}
-        """prompt_id -> (turn, trajectory_id) -> session's name -> the state before that turn, for branches there."""
+        """prompt_id -> (turn, trajectory_id) -> session's name -> copy of the state before that turn."""
         self._calls: set[asyncio.Task] = set()
         self._tasks: set[asyncio.Task] = set()
         self._told: set[tuple[str, type]] = set()
         self._parked: tuple[dict, dict, set, set] | None = None
 
     def refusal(self, tags: Iterable[str]) -> str:
-        """Return the tool, of those that a trajectory has called, whose session forbids it to branch; "" for none."""
+        """Return the first of these called tools whose session forbids branching; "" for none."""
         return next((tag for tag in tags if tag in self._unbranchable), "") if self._unbranchable else ""
 
     def name_of(self, tag: str) -> str:
         return session_name(self.tools[tag]) if tag in self.tools else tag
 
-    # ---- what the rollout tells
+    # ---- calls from the rollout's thread
 
     def mark(self, owner: Owner, turn: int) -> None:
         self._post(self._mark, owner, turn)
@@ -115,7 +116,7 @@ class ToolSessions(Sessions):
         self._post(self._restore, owner, name, calls)
 
     def _run(self, work: Callable[[], Coroutine]) -> Any:
-        """Return what comes of the work on the loop, which is short; None without a stateful tool."""
+        """Run short work on the loop, and return its result; None without a stateful tool."""
         if self.tools and self._loop.is_running():
             return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
         return None
@@ -140,13 +141,16 @@ class ToolSessions(Sessions):
                 try:
                     return await self._answer(tool, own, argument, context)
                 finally:
-                    if self._is_wanted(name) and any(own is one for one in self._parked[0].values()):
+                    # parked during the call: give the place to a trajectory that waits
+                    is_parked = self._parked is not None and any(own is parked for parked in self._parked[0].values())
+                    if is_parked and self._is_wanted(name):
                         await self._close(tool, session)
         finally:
             self._calls.discard(task)
 
     async def _answer(self, tool: StatefulTool, own: Own, argument: str, context: ToolContext) -> ToolResult:
-        session, before = own[session_name(tool)], ToolResult("", ok=True)
+        session = own[session_name(tool)]
+        before = ToolResult("", ok=True)
         for tries_left in reversed(range(NUM_TRIES)):
             try:
                 if not session.is_open:
@@ -173,13 +177,16 @@ class ToolSessions(Sessions):
         )
 
     async def _begin(self, tool: StatefulTool, own: Own, context: ToolContext) -> ToolResult:
-        """Give a session its state: from its copy, else by opening one and replaying its calls."""
+        """Give a session its state: from its copy, or from a new session that replays its calls."""
         session = own[session_name(tool)]
         source = session.source
         handle = await asyncio.shield(source.task) if source else None
         session.source = None
-        if handle is not None and source.claims == 1:  # nobody else wants it
-            source.claims, session.handle, session.has_place = 0, handle, source.has_place
+        if handle is not None and source.claims == 1:
+            # no other branch needs the copy: take it as it is, with its place
+            source.claims = 0
+            session.handle = handle
+            session.has_place = source.has_place
             session.is_open = True
             return ToolResult("", ok=True)
         try:
@@ -196,7 +203,7 @@ class ToolSessions(Sessions):
         return await replay(self.tools, session, context, self._prices)
 
     async def _finished(self, tool: StatefulTool, making: Coroutine) -> Any | None:
-        """Return the handle that is made. If the call is given up meanwhile, the handle is closed once it is there."""
+        """Return the new handle. If the call is cancelled meanwhile, the handle is closed as soon as it exists."""
         task = self._spawn(making)
         try:
             return await asyncio.shield(task)
@@ -212,7 +219,7 @@ class ToolSessions(Sessions):
     # ---- on the loop: places, copies, ends
 
     async def _take_place(self, name: str, own: Own) -> bool:
-        """Wait for a place under the tool's limit. Return whether one was taken, which must be given back."""
+        """Wait for a place under the tool's limit. Return True if one was taken; it must be given back."""
         places = self._places.get(name)
         if places is None:
             return False
@@ -221,12 +228,13 @@ class ToolSessions(Sessions):
                 return False
             if self._is_wanted(name):
                 for session in [s[name] for s in self._parked[0].values() if name in s and s[name].has_place]:
-                    self._spawn(self._finish(self._by_name[name], session))  # its next call replays
+                    # its next call replays
+                    self._spawn(self._finish(self._by_name[name], session))
             await places.acquire()
             return True
 
     def _is_wanted(self, name: str) -> bool:
-        """Return whether a parked session must not keep its place: its trajectory stands still while others wait."""
+        """True if parked sessions must give up their places: their trajectories are paused while others wait."""
         return self._parked is not None and name in self._places and self._places[name].locked()
 
     def _give_place_back(self, name: str, holder: Session | Copy) -> None:
@@ -241,7 +249,8 @@ class ToolSessions(Sessions):
             if not session.is_open or (places and (places.locked() or not session.has_place)):
                 return None
             if places:
-                copy.has_place = await places.acquire()  # at once: one is free
+                # does not wait: a place is free
+                copy.has_place = await places.acquire()
             handle = await try_to_fork(copy.tool, session.handle, session.context, self._told)
             if handle is None:
                 self._give_place_back(name, copy)
@@ -301,7 +310,8 @@ class ToolSessions(Sessions):
 
     async def _finish(self, tool: StatefulTool, session: Session) -> None:
         async with session.lock:
-            source, session.source = session.source, None
+            source = session.source
+            session.source = None
             self._release(source)
             await self._close(tool, session)
 
@@ -313,16 +323,21 @@ class ToolSessions(Sessions):
         self._give_place_back(session_name(tool), session)
 
     async def _park(self) -> None:
-        self._parked = self._sessions, self._copies, self._calls, self._tasks
-        self._sessions, self._copies, self._calls, self._tasks = {}, {}, set(), set()
+        self._parked = (self._sessions, self._copies, self._calls, self._tasks)
+        self._sessions = {}
+        self._copies = {}
+        self._calls = set()
+        self._tasks = set()
 
     async def _unpark(self) -> None:
         if self._parked:
-            later = self._tasks
+            closing = self._tasks
             self._sessions, self._copies, calls, self._tasks = self._parked
-            self._parked, self._calls = None, {call for call in calls if not call.done()}
-            if later:  # which close what the rollout in between has ended
-                self._spawn(asyncio.wait(later))
+            self._parked = None
+            self._calls = {call for call in calls if not call.done()}
+            # tasks that still close sessions of the rollout in between
+            if closing:
+                self._spawn(asyncio.wait(closing))
 
     async def _records(self) -> list[tuple[Owner, str, list[RecordedCall]]]:
         sessions = self._parked[0] if self._parked else self._sessions
