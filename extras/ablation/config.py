@@ -43,7 +43,7 @@ class AblationSection:
     eval: tuple[str, ...] = ()
     """Config files of evaluate.py; use temperature 1, because RL trains the policy as it is sampled."""
     algorithms: tuple[str, ...] = ("grpo", "arpo", "aepo", "random")
-    """Names in ALGORITHMS (extras/ablation/config.py); "name=--flags of train_rl.py" adds one of your own."""
+    """Names in ALGORITHMS (extras/ablation/config.py); "name=--flags of train_rl.py" adds a custom algorithm."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Seeds of training: data order, sampling, branch decisions. Evaluations all use ablation.eval_seed."""
     eval_seed: int = 0
@@ -53,21 +53,21 @@ class AblationSection:
     nproc_per_node: int = 1
     """Number of ranks of each run."""
     validate_every: int = 0
-    """Steps between greedy validations (data.valid), of which the tables at equal calls and tokens, and of the ends of
-    the runs, are made; 0 = no such tables."""
+    """Steps between greedy validations (data.valid), for the tables at equal calls and tokens and at the end of the
+    runs; 0 = no such tables."""
     references: tuple[str, ...] = ("random", "grpo")
-    """Algorithms that the others are compared with, seed by seed. One that has not run is left out."""
+    """Algorithms to compare the others with, seed by seed. Without a finished run a reference is left out."""
     num_parallel: int = 1
     """Number of runs at the same time. With more than one, the seconds in the table are those of a shared machine."""
     target_reward: float = 0.8
-    """Training reward for which the table says how many steps a run needs to reach it."""
+    """Training reward; the table has the number of steps until a run reaches it."""
 
     @property
     def overrides(self) -> dict[str, list[str]]:
         """Algorithm -> flags of train_rl.py. "x=--a 1" -> {"x": ["--a", "1"]}; ValueError for an unknown name."""
         flags: dict[str, list[str]] = {}
-        for entry in self.algorithms:
-            name, has_flags, words = entry.partition("=")
+        for spec in self.algorithms:
+            name, has_flags, words = spec.partition("=")
             if not has_flags and name not in ALGORITHMS:
                 known = ", ".join(ALGORITHMS)
                 raise ValueError(f"ablation.algorithms: {name!r} is none of {known}; write 'name=--flags' to add it")
@@ -84,7 +84,7 @@ class AblationConfig:
     run: AblationRunSection = field(default_factory=AblationRunSection)
     ablation: AblationSection = field(default_factory=AblationSection)
     report_only: bool = False
-    """Run nothing; write the table and the picture of the runs that are finished."""
+    """Run nothing; write the table and the picture of the finished runs."""
 
     def __post_init__(self) -> None:
         a = self.ablation

@@ -1,4 +1,4 @@
-"""The runs of an ablation: made, claimed, run a few at a time, and reported."""
+"""The runs of an ablation: make the jobs, claim their folders, run a few at a time, and report."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ POLL_S = 0.2
 
 @dataclass
 class Job:
-    """A run: its commands, which are run one after the other, and its progress."""
+    """A run: its commands, one after the other, and its progress."""
 
     algorithm: str
     seed: int
     folder: Path
     commands: list[list[str]]
-    """Script and arguments of each command still to be run, for torchrun."""
+    """Script and arguments for torchrun of each remaining command."""
     num_ranks: int
     process: subprocess.Popen | None = None
     started: float = 0.0
@@ -49,7 +49,7 @@ class Job:
         return read_run(self.folder, self.algorithm, self.seed)
 
     def start_next(self) -> None:
-        """Start the next command; its output is added to the run's log."""
+        """Start the next command. Its output is appended to the run's log."""
         script, *arguments = self.commands.pop(0)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command = [*torchrun, f"--nproc_per_node={self.num_ranks}", str(ROOT / script), *arguments]
@@ -77,27 +77,36 @@ def run_ablation(cfg: AblationConfig) -> None:
         raise UserError(f"{len(failed)} of {len(jobs)} runs failed: {named}; mend it and start the same command again")
 
 
-# ---- what is to be run
+# ---- the jobs
 
 
 def make_jobs(cfg: AblationSection, folder: Path) -> list[Job]:
-    """Make all runs, seed by seed, so that an unfinished ablation compares the algorithms on the same seeds."""
+    """Return all runs, seed by seed: an unfinished ablation then compares the algorithms on the same seeds."""
     jobs = []
     for seed in cfg.seeds:
         for algorithm, overrides in cfg.overrides.items():
             run = folder / f"{algorithm}_seed{seed}"
-            train = ["train_rl.py", *cfg.train, *overrides, "--run.dir", str(folder), "--run.name", run.name,
-                     "--run.seed", str(seed), "--run.num_steps", str(cfg.num_steps),
-                     "--run.validate_every", str(cfg.validate_every)]  # fmt: skip
-            evaluate = ["evaluate.py", *cfg.eval, "--model.path", str(run / "hf"), "--run.dir", str(run),
-                        "--run.name", "eval", "--run.seed", str(cfg.eval_seed)]  # fmt: skip
-            jobs.append(Job(algorithm, seed, run, [train, evaluate], cfg.nproc_per_node))
+            train = ["train_rl.py", *cfg.train, *overrides]
+            train += ["--run.dir", str(folder), "--run.name", run.name, "--run.seed", str(seed)]
+            train += ["--run.num_steps", str(cfg.num_steps), "--run.validate_every", str(cfg.validate_every)]
+            evaluate = ["evaluate.py", *cfg.eval, "--model.path", str(run / "hf"), "--run.dir", str(run)]
+            evaluate += ["--run.name", "eval", "--run.seed", str(cfg.eval_seed)]
+            jobs.append(
+                Job(
+                    algorithm=algorithm,
+                    seed=seed,
+                    folder=run,
+                    commands=[train, evaluate],
+                    num_ranks=cfg.nproc_per_node,
+                )
+            )
     return jobs
 
 
 def shared_inputs(cfg: AblationSection) -> dict[str, dict]:
-    """Return what all results depend on besides the commands: the config files' contents, and model and data files."""
-    train, evaluation = read_configs(cfg.train, "train_rl"), read_configs(cfg.eval, "evaluate")
+    """Return the inputs of all results besides the commands: the config files' contents, and model and data files."""
+    train = read_configs(cfg.train, "train_rl")
+    evaluation = read_configs(cfg.eval, "evaluate")
     try:
         paths = [train["model"]["path"], train["data"]["train"], *evaluation["eval"]["files"]]
     except KeyError as error:
@@ -114,8 +123,8 @@ def read_configs(paths: Sequence[str], script: str) -> dict[str, dict]:
             tree = yaml.safe_load(Path(path).read_text()) or {}
         except (OSError, yaml.YAMLError) as error:
             raise UserError(f"{path}: cannot read the config file ({' '.join(str(error).split())})") from None
-        own = {name: tree.pop(name) for name in SCRIPTS if name in tree}.get(script) or {}
-        settings = merged(merged(settings, tree), own)
+        sections_of_scripts = {name: tree.pop(name) for name in SCRIPTS if name in tree}
+        settings = merged(merged(settings, tree), sections_of_scripts.get(script) or {})
     return settings
 
 
@@ -139,11 +148,11 @@ def stamps(paths: list[str]) -> dict[str, list[int]]:
 
 
 def claim_folder(job: Job, inputs: dict[str, object]) -> None:
-    """Make the run's folder, or check that what is in it comes from the same inputs. Raises UserError if not."""
+    """Make the run's folder. Raises UserError if it exists and comes from other inputs."""
     path = job.folder / "inputs.json"
     if job.folder.exists():
-        found = json.loads(path.read_text()) if path.exists() else {}
-        differing = [name for name, value in inputs.items() if found.get(name) != value]
+        old_inputs = json.loads(path.read_text()) if path.exists() else {}
+        differing = [name for name, value in inputs.items() if old_inputs.get(name) != value]
         if differing:
             reason = f"{job.folder} comes from other inputs ({', '.join(differing)}; see {path})"
             raise UserError(f"{reason}; remove the folder or choose another run.name")
@@ -155,9 +164,14 @@ def claim_folder(job: Job, inputs: dict[str, object]) -> None:
 
 
 def run_all(jobs: list[Job], num_parallel: int) -> list[Job]:
-    """Run the jobs, at most `num_parallel` at a time; returns those that failed. Ends its children when it ends."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that `finally` below is reached
-    waiting, running, failed, num_ended, started = list(jobs), [], [], 0, time.monotonic()
+    """Run the jobs, at most `num_parallel` at a time. Return the failed jobs. Ends its children when it ends."""
+    # SIGTERM becomes an exception, so that `finally` below is reached
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    waiting = list(jobs)
+    running: list[Job] = []
+    failed: list[Job] = []
+    num_ended = 0
+    started = time.monotonic()
     try:
         while waiting or running:
             while waiting and len(running) < num_parallel:
@@ -185,7 +199,7 @@ def run_all(jobs: list[Job], num_parallel: int) -> list[Job]:
 
 
 def outcome(job: Job) -> str:
-    """Return a line that says how a run has ended."""
+    """Return a line about the end of a run."""
     seconds = time.monotonic() - job.started
     if job.process.returncode != 0:
         return f"{job.name} FAILED with code {job.process.returncode} after {seconds:.0f} s, see {job.log_path}"
@@ -196,9 +210,10 @@ def outcome(job: Job) -> str:
 
 
 def write_results(jobs: list[Job], folder: Path, cfg: AblationSection) -> None:
-    """Write table and forest plot of the finished runs. Raises UserError where there is none."""
+    """Write table and forest plot of the finished runs. Raises UserError if no run has finished."""
     runs = {job.name: job.result() for job in jobs}
-    results, missing = [run for run in runs.values() if run], [name for name, run in runs.items() if not run]
+    results = [run for run in runs.values() if run]
+    missing = [name for name, run in runs.items() if not run]
     if not results:
         raise UserError(f"{folder}: no finished run to report; see each log.txt")
     table = compare_algorithms(results, cfg.target_reward, cfg.references)

@@ -1,4 +1,4 @@
-"""Build the offline demo, and show what came of it.
+"""Build the offline demo, and show its results.
 
     python -m extras.demo build --out data/demo --seed 0
     python -m extras.demo build --task hard --out data/demo_hard --seed 0
@@ -26,7 +26,7 @@ TASKS_HELP = (
 
 
 def write_data(args: argparse.Namespace) -> None:
-    from extras.demo.build import build  # and with it torch, which the report does not wait for
+    from extras.demo.build import build  # imports torch, which the report does not need
 
     build(args.out, args.seed, args.task)
 

@@ -1,8 +1,8 @@
-"""Build everything the offline demo needs, from nothing: world, tokenizer, corpus, SFT and RL data, a tiny model.
+"""Build everything for the offline demo: world, tokenizer, corpus, SFT and RL data, and a tiny model.
 
-`build` writes OUT/{corpus, sft_train, sft_valid, rl_train, rl_valid, test}.jsonl and OUT/model, a 2-layer Qwen3 with
-tokenizer and chat template that loads in transformers and vLLM; the same task and seed give the same files (the model's
-weights up to rounding, where another number of processes shares the work under torchrun).
+`build` writes OUT/{corpus, sft_train, sft_valid, rl_train, rl_valid, test}.jsonl and OUT/model: a 2-layer Qwen3 with
+tokenizer and chat template, which transformers and vLLM can load. The same task and seed give the same files. The
+model's weights depend, by rounding, on the number of processes under torchrun.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ RECALL_STEPS, RECALL_SEQUENCES, RECALL_TOKENS, RECALL_LR = 250, 54, 64, 3e-3
 
 
 def build(out: Path, seed: int, task: str = "plain") -> None:
-    """Write all files into `out`; nothing to do where they are there already, from this code, task and seed."""
+    """Write all files into `out`, unless it already has those of this code, task and seed."""
     stamp = {"task": task, "seed": seed, "code": fingerprint()}
     stamp_path = out / "stamp.json"
     if stamp_path.exists() and json.loads(stamp_path.read_text()) == stamp:
@@ -85,7 +85,7 @@ def build(out: Path, seed: int, task: str = "plain") -> None:
 
 
 def write_data(out: Path, seed: int, task: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
-    """Write the data files into `out`. Return the tokenizer, and the tokens that the model is taught to copy."""
+    """Write the data files into `out`. Return the tokenizer, and the tokens that the model learns to copy."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "stamp.json").unlink(missing_ok=True)
     world_type, trace = TASKS[task]
@@ -100,7 +100,7 @@ def write_data(out: Path, seed: int, task: str) -> tuple[PreTrainedTokenizerFast
 
 
 def fingerprint() -> str:
-    """Changes when the code that builds the data changes."""
+    """Return a hash of the code that builds the data."""
     files = (__file__, demo_world.__file__, demo_hard.__file__, demo_long.__file__, demo_notes.__file__)
     return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files)).hexdigest()[:16]
 
@@ -113,10 +113,10 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 
 
 def searching_demonstrator(corpus: Path, trace: type[Trace] = Trace) -> Demonstrator:
-    """A demonstrator who reads what the search tool will answer to the policy: the best passage."""
+    """Return a demonstrator that reads the same search results as the policy will: the best passage."""
     index = Bm25Index(str(corpus))
 
-    @cache  # it asks the same few thousand questions again and again
+    @cache  # the same few thousand queries come again and again
     def search(query: str) -> str:
         return format_passages(index.search(query, 1), max_passage_chars=1000)
 
@@ -124,7 +124,8 @@ def searching_demonstrator(corpus: Path, trace: type[Trace] = Trace) -> Demonstr
 
 
 def build_data(world: World, demonstrator: Demonstrator, seed: int) -> dict[str, list[dict]]:
-    """File stem -> rows. Held-out entities appear in rl_valid and test only, and no question twice outside SFT."""
+    """Return file stem -> rows. Held-out entities are in rl_valid and test only. Outside SFT no question is
+    repeated."""
     rng = random.Random(f"data {seed}")
     files = {
         name: [row for _ in range(n) for row in sft_rows(world.question(rng, "train"), demonstrator, rng)]
@@ -143,11 +144,12 @@ def build_data(world: World, demonstrator: Demonstrator, seed: int) -> dict[str,
 
 
 def sft_rows(question: Question, demonstrator: Demonstrator, rng: random.Random) -> list[dict]:
-    """{"messages": [user, assistant]} of each context; the assistant turn holds all of it, <result> spans included."""
-    rows, asked = [], question.text
+    """Return {"messages": [user, assistant]} for each context. The assistant message includes the <result> spans."""
+    rows = []
+    user_text = question.text
     for text in demonstrator.trajectory(question, rng).split(NEXT_CONTEXT):
-        rows.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]})
-        asked = question.text + NOTES + text.rpartition("</result>")[2]
+        rows.append({"messages": [{"role": "user", "content": user_text}, {"role": "assistant", "content": text}]})
+        user_text = question.text + NOTES + text.rpartition("</result>")[2]
     return rows
 
 
@@ -165,10 +167,10 @@ def rl_row(question: Question) -> dict:
 
 
 def build_tokenizer(world: World, demonstrator: Demonstrator, seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in Hugging Face format with Qwen's chat frame, and exactly world.vocab_size tokens.
+    """Return a byte-level BPE tokenizer with Qwen's chat format, and exactly world.vocab_size tokens.
 
-    Two choices help a tiny model to copy: digits are cut in pairs from the left, so that a number reads the same in
-    question, call, result and answer; and each tag is one token (not "special", so that decoding keeps it).
+    Two choices help a tiny model to copy. Digits are split into pairs from the left, so that a number has the same
+    tokens in question, call, result and answer. Each tag is one token (not "special", so that decoding keeps it).
     """
     rng = random.Random(f"tokenizer {seed}")
     texts = ["user", "assistant"]
@@ -189,7 +191,7 @@ def build_tokenizer(world: World, demonstrator: Demonstrator, seed: int) -> PreT
     bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     num_unmet = sum(all(tag not in text for text in texts) for tag in tags)
     trainer = trainers.BpeTrainer(
-        # the tags count among the words it meets
+        # the trainer counts the tags that occur in the texts itself
         vocab_size=world.vocab_size - len(SPECIAL_TOKENS) - num_unmet,
         special_tokens=[],
         show_progress=False,
@@ -208,7 +210,7 @@ def build_tokenizer(world: World, demonstrator: Demonstrator, seed: int) -> PreT
 
 
 def tokens_in_use(path: Path, tokenizer: PreTrainedTokenizerFast, num_rows: int = 2000) -> list[int]:
-    """The tokens that the first rows of an SFT file are made of, about half of the vocabulary."""
+    """Return the tokens in the first rows of an SFT file, about half of the vocabulary."""
     rows = [json.loads(line) for line in path.read_text().splitlines()[:num_rows]]
     texts = [message["content"] for row in rows for message in row["messages"]]
     return sorted({token for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] for token in ids})
@@ -218,7 +220,7 @@ def tokens_in_use(path: Path, tokenizer: PreTrainedTokenizerFast, num_rows: int 
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Randomly initialised Qwen3: 2 layers, width 128, about 0.5M parameters."""
+    """Return a randomly initialised Qwen3: 2 layers, width 128, about 0.5M parameters."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -239,7 +241,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
     model = Qwen3ForCausalLM(config)
     for name, weight in model.named_parameters():
         if weight.dim() == 2:  # norms stay at 1
-            # Also of the embedding, whose rows then have length 1: with Qwen's 0.02, copying was learnt later.
+            # Rows of the embedding get length 1 too: with Qwen's std of 0.02 the model learns to copy later.
             std = weight.shape[1] ** -0.5
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std *= (2 * config.num_hidden_layers) ** -0.5
@@ -251,12 +253,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
 
 
 def teach_recall(model: Qwen3ForCausalLM, words: list[int], seed: int, rank: int = 0, num_ranks: int = 1) -> None:
-    """Pre-training in miniature: sequences in which a few random phrases keep coming back.
+    """Pre-train in miniature, on sequences with a few repeated random phrases.
 
-    Predicting the rest of a phrase seen before needs exactly the copying circuit that every pretrained LLM has and that
-    SFT alone does not form within minutes: without this stage, numbers and names are not copied and accuracy stays 0.
-    `words` are the tokens that the phrases are made of. It holds no knowledge of tasks, tools or facts. Ranks share the
-    sequences of a step.
+    To predict the rest of a repeated phrase, the model must learn to copy. Every pretrained LLM can copy, but SFT alone
+    does not teach it within minutes: without this stage, numbers and names are not copied and accuracy stays 0. The
+    phrases consist of `words` (tokens), and teach nothing of tasks, tools or facts. Ranks share the sequences of a
+    step.
     """
     rng = random.Random(f"recall {seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=RECALL_LR, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
@@ -284,7 +286,7 @@ def teach_recall(model: Qwen3ForCausalLM, words: list[int], seed: int, rank: int
 
 
 def recall_sequence(words: list[int], num_tokens: int, rng: random.Random) -> list[int]:
-    """Two to five random phrases of two to six tokens, repeated in random order."""
+    """Return two to five random phrases of two to six tokens, repeated in random order."""
     phrases = [[rng.choice(words) for _ in range(rng.randint(2, 6))] for _ in range(rng.randint(2, 5))]
     sequence: list[int] = []
     while len(sequence) < num_tokens:

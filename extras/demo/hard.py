@@ -1,7 +1,7 @@
 """The hard demo task: search results that are sometimes contradictory, ambiguous or partial.
 
-In the plain task (`demo_world.py`) every right query gives the answer, so a result never leaves open what to do next.
-Here a result is of one of four kinds, and three of them do:
+In the plain task (world.py) every right query gives the answer, so there is no choice after a result. Here a result has
+one of four kinds, and after three of them there is a choice:
 
 | kind | share | "height of Red Fox is ..." | what counts |
 |---|---|---|---|
@@ -10,9 +10,9 @@ Here a result is of one of four kinds, and three of them do:
 | dated | 15 % | old 482 new 517 (or: new 517 old 482) | the new one |
 | pointer | 20 % | under Blue Owl | the height of Blue Owl, which is plain |
 
-The demonstrator does the right thing after a plain result nearly always; after the others it is split between the right
-move and tempting wrong ones. Imitating it gives a policy whose entropy after a result depends on the kind: what
-entropy-driven branching is said to exploit, and what random branching is blind to. Owners are always plain.
+After a plain result the demonstrator nearly always makes the right move. After the others its moves are split between
+the right one and tempting wrong ones. Imitating it gives a policy whose entropy after a result depends on the kind.
+Entropy-driven branching is said to exploit this; random branching cannot see it. Owners are always plain.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ KINDS = {"plain": 0.40, "disputed": 0.25, "dated": 0.15, "pointer": 0.20}
 
 
 class HardWorld(World):
-    """Facts as in the plain world, told in four kinds. `facts` holds what counts, `told` what a search finds first."""
+    """Facts as in the plain world, in four kinds. `facts`: the true values. `told`: the results of the first search."""
 
     families = ("look", "hop", "mix")
 
     def __init__(self, seed: int):
         super().__init__(seed)
         rng = random.Random(f"kinds {seed}")
-        self.kinds: dict[tuple[str, str], str] = {}  # (attribute, entity) -> kind
+        # (attribute, entity) -> kind
+        self.kinds: dict[tuple[str, str], str] = {}
         self.told: dict[tuple[str, str], str] = dict(self.facts)
         for part in self.entities.values():
             for attribute in ATTRIBUTES:
@@ -43,9 +44,10 @@ class HardWorld(World):
                     self._tell(attribute, entity, plain, rng)
 
     def _tell(self, attribute: str, entity: str, plain: list[str], rng: random.Random) -> None:
-        """Write `told` of one fact; a pointer takes its value from one of the `plain` entities."""
-        fact = attribute, entity
-        value, kind = self.facts[fact], self.kinds[fact]
+        """Write `told` of one fact. A pointer takes its value from one of the `plain` entities."""
+        fact = (attribute, entity)
+        value = self.facts[fact]
+        kind = self.kinds[fact]
         rival = str(rng.choice([n for n in range(100, 1000) if str(n) != value]))
         if kind == "disputed":
             self.told[fact] = " or ".join(rng.sample([value, rival], 2))
@@ -53,10 +55,11 @@ class HardWorld(World):
             self.told[fact] = " ".join(rng.sample([f"old {rival}", f"new {value}"], 2))
         elif kind == "pointer":
             other = rng.choice(plain)
-            self.told[fact], self.facts[fact] = f"under {other}", self.facts[attribute, other]
+            self.told[fact] = f"under {other}"
+            self.facts[fact] = self.facts[attribute, other]
 
     def documents(self) -> list[dict[str, str]]:
-        """The corpus: one document per fact as it is told, and one survey per disputed fact."""
+        """Return the corpus: one document per fact (as `told`), and one survey per disputed fact."""
         texts = {f"{attribute} of {entity}": self.told[attribute, entity] for attribute, entity in self._order}
         for (attribute, entity), kind in self.kinds.items():
             if kind == "disputed":
@@ -65,7 +68,7 @@ class HardWorld(World):
 
 
 def kind_of(told: str) -> str:
-    """The kind of a result, read off what stands behind "is".
+    """Return the kind of a result from its text after "is".
 
     >>> [kind_of(told) for told in ("482", "482 or 517", "new 517 old 482", "under Blue Owl")]
     ['plain', 'disputed', 'dated', 'pointer']
@@ -76,8 +79,8 @@ def kind_of(told: str) -> str:
     return "dated" if words[0] in ("old", "new") else "disputed" if "or" in words else "plain"
 
 
-# The demonstrator's habits, as shares. After all but plain results no move is clearly the usual one, and the right one
-# is not the most frequent.
+# The demonstrator's habits, as shares. Except after plain results, no move is much more frequent than the others, and
+# the right move is not the most frequent.
 LOOKUP = {"right": 0.72, "vague": 0.18, "guess": 0.10}
 AFTER_WRONG_HIT = {"retry": 0.4, "guess": 0.6}
 AFTER_RESULT = {
@@ -90,12 +93,12 @@ COMPUTE = {"right": 0.88, "guess": 0.06, "wrong_operator": 0.06}
 
 
 class HardTrace(Trace):
-    """One trajectory in the making: after each result for a value, one of the moves of AFTER_RESULT."""
+    """Writes one trajectory: after each result for a value, one of the moves of AFTER_RESULT."""
 
     compute_habits = COMPUTE
 
     def look_up(self, attribute: str, entity: str) -> str | None:
-        """Search one fact; what the demonstrator believes its value to be, None where it gave up."""
+        """Search one fact. Return the value that the demonstrator believes, or None if it gave up."""
         habit = self.pick(LOOKUP)
         if habit == "guess":
             return None
@@ -110,10 +113,10 @@ class HardTrace(Trace):
         return told if attribute == "owner" else self.read(attribute, entity, told)
 
     def read(self, attribute: str, entity: str, told: str) -> str | None:
-        """Make something of what was found."""
+        """Make a move after a result. Return the value that the demonstrator believes, or None if it gave up."""
         kind = kind_of(told)
         move = self.pick(AFTER_RESULT[kind])
-        if move == "again":  # to no avail: the same query has the same answer
+        if move == "again":  # useless: the same query has the same answer
             self.think("ask again")
             self.call("search", f"{attribute} of {entity}")
             move = self.pick({m: share for m, share in AFTER_RESULT[kind].items() if m != "again"})
@@ -131,7 +134,7 @@ class HardTrace(Trace):
         return self.ask_further(move, attribute, entity, told.removeprefix("under "))
 
     def ask_further(self, move: str, attribute: str, entity: str, other: str) -> str | None:
-        """A second query: the survey of a disputed fact, or the entity that a pointer names."""
+        """Send a second query: the survey of a disputed fact, or the entity of a pointer."""
         if move == "survey":
             self.think("check survey")
             query = f"survey of {attribute} of {entity}"

@@ -1,7 +1,7 @@
-"""The long demo task: a trail of six to nine searches, of which one or two leave open what to do next.
+"""The long demo task: a trail of six to nine searches. After one or two of them there is a choice.
 
-"where does trail 4827 end?" Searching the trail's number names the next one, and so on to the end. Once or twice it
-comes to a place (a cave, a lake or a hill), from which three ways lead on:
+"where does trail 4827 end?" Searching the trail's number gives the next number, and so on to the end. Once or twice the
+trail reaches a place (a cave, a lake or a hill) with three ways:
 
 | a search told | right move |
 |---|---|
@@ -10,11 +10,11 @@ comes to a place (a cave, a lake or a hill), from which three ways lead on:
 | trail 1234 boat is end 5170 | answer 5170 |
 | trail 1234 shore is lost | give up |
 
-Only the moves at a place decide, and the demonstrator is right in a quarter of them; all others copy what was told, and
-are certain once they have been imitated. So there is much to gain by forking where it matters, and little elsewhere.
-In `LongWorld` a wrong way ends at once ("lost"). In `SilentWorld` it leads on in the same manner, to another end.
-In `UnreadyWorld` an end has three digits. The model reads digits in pairs, so it meets a single one in the answers of
-right trails alone, and imitation does not teach it to copy that: few trajectories succeed at first.
+Only the moves at a place decide, and the demonstrator is right in a quarter of them. All other moves copy the search
+result, and are certain after imitation. So forks at a place gain much, and forks elsewhere little.
+In `LongWorld` a wrong way ends at once ("lost"). In `SilentWorld` it continues in the same manner, to another end.
+In `UnreadyWorld` an end has three digits. The model reads digits in pairs, so only answers of right trails have a
+single digit. Imitation does not teach the model to copy it, and few trajectories succeed at first.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ HABITS = {
     "lake": {"boat": 0.25, "bridge": 0.45, "shore": 0.30},
     "hill": {"path": 0.25, "road": 0.45, "stairs": 0.30},
 }
-"""Place -> the ways, the right one first, and how often the demonstrator takes each."""
+"""Place -> way -> how often the demonstrator takes it. The right way is first."""
 NUM_SEARCHES = (6, 9)
 NUM_TRAILS = {"train": 900, "test": 600}
 
 
 class LongWorld(World):
-    """The trails. `trails` has number and end of each, and `told` what the search of a name tells."""
+    """The trails. `trails`: (number, end) of each trail. `told`: name -> search result."""
 
     families = ("trail",)
     vocab_size = 480  # BPE would find 483
@@ -47,8 +47,10 @@ class LongWorld(World):
         self.told: dict[str, str] = {}
         self.trails: dict[str, list[tuple[str, str]]] = {}
         for part, number in NUM_TRAILS.items():
-            beginnings: dict[int, list[str]] = {}  # number of searches to the end -> codes that are so far from it
-            wrong: list[tuple[str, str, int]] = []  # a wrong way's name, where the right one leads, searches from there
+            # searches to the end -> codes at this distance
+            beginnings: dict[int, list[str]] = {}
+            # (name of a wrong way, code that the right way leads to, searches from there)
+            wrong: list[tuple[str, str, int]] = []
             self.trails[part] = [self._trail(rng, beginnings, wrong) for _ in range(number)]
             for name, right, left in wrong:
                 self.told[name] = self._wrong(rng, [code for code in beginnings.get(left, ()) if code != right])
@@ -58,8 +60,9 @@ class LongWorld(World):
     def _trail(
         self, rng: random.Random, beginnings: dict[int, list[str]], wrong: list[tuple[str, str, int]]
     ) -> tuple[str, str]:
-        """Write what the right moves of a new trail find. Return its number and its end."""
-        num_searches, end = rng.randint(*NUM_SEARCHES), str(rng.randint(*self.ends))
+        """Write the search results of the right moves of a new trail. Return its number and its end."""
+        num_searches = rng.randint(*NUM_SEARCHES)
+        end = str(rng.randint(*self.ends))
         forks = _places(num_searches, rng)
         start = code = name = next(self._codes)
         for left in range(num_searches - 1, -1, -1):  # searches after this one
@@ -78,17 +81,17 @@ class LongWorld(World):
         return start, end
 
     def _wrong(self, rng: random.Random, elsewhere: list[str]) -> str:
-        """Return what the search of a wrong way tells. `elsewhere`: parts of other trails that are as long."""
+        """Return the search result of a wrong way. `elsewhere`: codes of other trails at the same distance."""
         if not self.is_silent:
             return "lost"
         return f"next {rng.choice(elsewhere)}" if elsewhere else f"end {rng.randint(*self.ends)}"
 
     def documents(self) -> list[dict[str, str]]:
-        """The corpus: one document per name."""
+        """Return the corpus: one document per name."""
         return [{"key": f"trail {name}", "text": f"trail {name} is {self.told[name]}"} for name in self._order]
 
     def question(self, rng: random.Random, part: str, family: str | None = None) -> Question:
-        """A random trail of `part` ("train" | "test")."""
+        """Draw a trail of `part` ("train" | "test")."""
         code, end = rng.choice(self.trails[part])
         return Question("trail", f"where does trail {code} end?", end, entity=code)
 
@@ -106,14 +109,14 @@ class UnreadyWorld(LongWorld):
 
 
 def _places(num_searches: int, rng: random.Random) -> tuple[int, ...]:
-    """Return which one or two searches come to a place: neither the first nor the last, and not one after the other."""
+    """Draw the one or two searches that reach a place: not the first, not the last, and not two in a row."""
     inner = range(1, num_searches - 1)
     pairs = [(one, two) for one in inner for two in inner if two - one > 1]
     return rng.choice(pairs) if rng.random() < 0.5 else (rng.choice(inner),)
 
 
 class LongTrace(Trace):
-    """One walk in the making."""
+    """Writes one walk."""
 
     no_box_or_unclosed = unclosed_thought = 0.0
 
@@ -135,5 +138,5 @@ class LongTrace(Trace):
                 return self.text
 
     def told(self, query: str) -> str:
-        """Search, and return what was found out: "next 3391", "lake", "end 5170", ..."""
+        """Search, and return the result: "next 3391", "lake", "end 5170", ..."""
         return self.call("search", query).rpartition(" is ")[2]

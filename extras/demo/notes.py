@@ -1,8 +1,8 @@
-"""The long demo task in contexts of three searches: notes have to carry what a context cannot hold.
+"""The long demo task in contexts of three searches: notes carry information from one context to the next.
 
-`notes` is the context policy, rollout.context=extras/demo/notes.py:notes: `summary` in words of this small world. The
-newest result decides what to do next, so a good note repeats it. The demonstrator's first mostly says "on the way",
-and so it begins anew.
+`notes` is the context policy (rollout.context=extras/demo/notes.py:notes): `summary` in the words of this small world.
+The next move depends on the newest result only, so a good note repeats it. The demonstrator's first note mostly says
+"on the way", and then the demonstrator must start again.
 """
 
 from __future__ import annotations
@@ -11,30 +11,32 @@ from arpo.protocol.contexts import ContextEvidence, take_notes
 from arpo.protocol.tags import render_result
 from extras.demo.long import LongTrace, LongWorld
 
-REQUEST, NOTES = "\ntake notes", "\nnotes: "
+REQUEST = "\ntake notes"
+NOTES = "\nnotes: "
 NEXT_CONTEXT = "\x1e"
-"""Stands in a demonstration where a context ends."""
+"""Separates the contexts of a demonstration."""
 NOTE_HABITS = {"told": 0.35, "vague": 0.65}
 SEARCHES = (2, 3)
 """Searches of a context in the demonstrations."""
 
 
 def notes(evidence: ContextEvidence) -> list[int] | str | None:
-    """Context policy of this task."""
+    """Return the notes of this task's context policy."""
     return take_notes(evidence, REQUEST, NOTES)
 
 
 class NotesWorld(LongWorld):
-    """The same trails; the request and the notes take some more words."""
+    """The same trails. The request and the notes need some more words in the vocabulary."""
 
     vocab_size = 496
     ends = (100, 999)
 
 
 class NotesTrace(LongTrace):
-    """One walk in the making, in contexts of a few searches."""
+    """Writes one walk, in contexts of a few searches."""
 
-    left: int | None = None  # searches of this context
+    left: int | None = None
+    """Searches left in this context."""
     has_noted = False
 
     def told(self, query: str) -> str:

@@ -1,4 +1,4 @@
-"""The end of `make demo`: what RL made of the agent, as a table."""
+"""The table at the end of `make demo`: the agent before and after RL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Demo:
     """The runs of a demo, and the rows of its table."""
 
     name: str
-    """Its runs' names begin with it."""
+    """Prefix of the names of its runs."""
     command: str
     evaluations: dict[str, tuple[str, str]]
     """Row of the table -> the evaluation's folder, and the set in it."""
@@ -32,7 +32,7 @@ DEMO = Demo(
 
 
 def report(folders: list[Path], demo: Demo = DEMO) -> str:
-    """Per folder of runs: accuracy and tool calls before and after RL, and where to look next.
+    """Return for each folder of runs: accuracy and tool calls before and after RL, and where to look next.
 
     Raises UserError for a missing run.
     """
@@ -40,7 +40,7 @@ def report(folders: list[Path], demo: Demo = DEMO) -> str:
 
 
 def table(folder: Path, demo: Demo = DEMO) -> str:
-    """Markdown: accuracy at temperature 1 on held-out questions, with its 95 % interval, and calls per question."""
+    """Return a Markdown table: accuracy on held-out questions (temperature 1) with its 95 % interval, and calls."""
     lines = ["| held-out questions, temperature 1 | accuracy [95 %] | tool calls per question |", "|---|---|---|"]
     for row, (run, questions) in demo.evaluations.items():
         s = scores(folder / run, questions, demo)
@@ -50,7 +50,7 @@ def table(folder: Path, demo: Demo = DEMO) -> str:
 
 
 def where_to_look(folder: Path, demo: Demo = DEMO) -> str:
-    """The numbers of the evaluation, and the commands that show more."""
+    """Return the path of the evaluation's report, and the commands that show more."""
     evaluation = folder / demo.evaluations["after RL"][0]
     return "\n".join(
         [

@@ -1,13 +1,13 @@
 """The demo's synthetic world: facts, questions, and a mediocre demonstrator who shows how tools are used.
 
-Everything the demo's agent can learn about lives here, and nothing needs a network.
+The demo's agent learns about this world only. Nothing needs a network.
 
 * One document per fact ("height of Silver Otter is 482"). A fifth of the entities is held out: no training file names
-  them, so a question about them can be answered by searching only.
+  them, so questions about them can only be answered by searching.
 * Question families: calc (python), look (search), hop (search twice), mix (search, python), long (search twice
   and python).
-* The demonstrator knows the right moves, but often guesses, sends sloppy queries, picks the wrong tool or breaks the
-  format. Imitating it gives a mediocre agent; RL has to find out which of its habits pay.
+* The demonstrator knows the right moves, but often guesses, sends vague queries, picks the wrong tool or breaks the
+  format. Imitating it gives a mediocre agent. RL must find the good habits among its habits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 @dataclass(frozen=True)
 class Question:
-    """One question and what it takes to answer it."""
+    """One question, and the facts needed to answer it."""
 
     family: str
     text: str
@@ -43,17 +43,17 @@ class Question:
     entity: str = ""
     attribute: str = ""
     factor: int = 0
-    """mix, long: the number that the attribute's value is multiplied with."""
+    """mix, long: factor of the attribute's value in the answer."""
     expression: str = ""
-    """calc: what to compute."""
+    """calc: the expression to compute."""
 
 
 class World:
-    """The facts. `train` and `test` are disjoint lists of entity names; owners stay within the owned entity's part."""
+    """The facts. `train` and `test` are disjoint lists of entities. An owner is in the same list as its entity."""
 
     families: tuple[str, ...] = FAMILIES
     vocab_size = 608
-    """Of its tokenizer. BPE would find about 620; a multiple of 32 below, so that the model has no unused ids."""
+    """Tokens of the tokenizer: a multiple of 32 below the 620 that BPE would find, so that no id is unused."""
 
     def __init__(self, seed: int):
         rng = random.Random(seed)
@@ -61,16 +61,19 @@ class World:
         rng.shuffle(names)
         num_test = len(names) // 5
         self.entities = {"test": names[:num_test], "train": names[num_test:]}
-        self.facts: dict[tuple[str, str], str] = {}  # (attribute or "owner", entity) -> value
+        # (attribute or "owner", entity) -> value
+        self.facts: dict[tuple[str, str], str] = {}
         for part in self.entities.values():
             for entity in part:
                 self.facts |= {(attribute, entity): str(rng.randint(100, 999)) for attribute in ATTRIBUTES}
                 self.facts["owner", entity] = rng.choice(part)
         self._order = list(self.facts)
-        rng.shuffle(self._order)  # so that equally good hits of a vague query come in no meaningful order
+        # equally good hits of a vague query must not come in a meaningful order
+        rng.shuffle(self._order)
 
     def documents(self) -> list[dict[str, str]]:
-        """The search corpus. Only `key` is indexed: "owner of Red Fox" must not find "owner of Red Lion is Blue Fox".
+        """Return the search corpus. The index covers `key` only: "owner of Red Fox" must not find "owner of Red Lion is
+        Blue Fox".
 
         [{"key": "height of Silver Otter", "text": "height of Silver Otter is 482"}, ...]
         """
@@ -80,13 +83,14 @@ class World:
         ]
 
     def question(self, rng: random.Random, part: str, family: str | None = None) -> Question:
-        """A random question about entities of `part` ("train" | "test")."""
+        """Draw a question about entities of `part` ("train" | "test")."""
         family = family or rng.choice(self.families)
         if family == "calc":
             a, b, c = (rng.randint(11, 99) for _ in range(3))
             expression = rng.choice([f"{a}*{b}", f"{a}*{b}+{c}", f"{a}*{b}-{c}"])
             return Question(family, f"compute {expression}", str(evaluate(expression)), expression=expression)
-        entity, attribute = rng.choice(self.entities[part]), rng.choice(ATTRIBUTES)
+        entity = rng.choice(self.entities[part])
+        attribute = rng.choice(ATTRIBUTES)
         owned = family in ("hop", "long")
         value = self.facts[attribute, self.facts["owner", entity] if owned else entity]
         subject = f"the {attribute} of {'the owner of ' if owned else ''}{entity}"
@@ -94,11 +98,18 @@ class World:
             return Question(family, f"what is {subject}?", value, entity, attribute)
         factor = rng.randint(11, 99)
         answer = str(factor * int(value))
-        return Question(family, f"what is {factor} times {subject}?", answer, entity, attribute, factor)
+        return Question(
+            family,
+            f"what is {factor} times {subject}?",
+            answer,
+            entity=entity,
+            attribute=attribute,
+            factor=factor,
+        )
 
 
 def evaluate(expression: str) -> int:
-    """Integer arithmetic with + - *, and nothing else. Raises NameError as Python does.
+    """Compute integer arithmetic with + - *, and nothing else. Raises NameError for a name, as Python does.
 
     >>> evaluate("39*58+77")
     2339
@@ -117,7 +128,7 @@ def evaluate(expression: str) -> int:
 
 
 def python_result(code: str) -> str:
-    """Return what the python tool answers to `print(<arithmetic>)`; a test compares the two.
+    """Return the python tool's answer to `print(<arithmetic>)`. A test compares it with the real tool.
 
     >>> python_result("print(6*7)"), python_result("print(age)")
     ('42', "NameError: name 'age' is not defined")
@@ -129,8 +140,8 @@ def python_result(code: str) -> str:
         return f"NameError: {error}"
 
 
-# The demonstrator's habits, as shares. The wrong habit is the most frequent one where it matters ("info on X"), so that
-# greedy decoding after SFT is mediocre too, and RL has something to find.
+# The demonstrator's habits, as shares. Where it matters ("info on X"), a wrong habit is the most frequent one. So
+# greedy decoding after SFT is mediocre too, and RL has something to improve.
 LOOKUP = {"right": 0.33, "vague": 0.42, "noun_only": 0.04, "guess": 0.12, "wrong_tool": 0.09}
 AFTER_WRONG_HIT = {"retry": 0.45, "trust": 0.55}
 COMPUTE = {"right": 0.55, "guess": 0.27, "wrong_operator": 0.09, "wrong_tool": 0.09}
@@ -141,26 +152,30 @@ UNCLOSED_THOUGHT = 0.04
 
 
 class Demonstrator:
-    """Writes one trajectory per question; it is right in about a third of all cases."""
+    """Writes one trajectory per question. About a third of them are right."""
 
     def __init__(self, search: Callable[[str], str], trace: type[Trace] | None = None):
-        self.search = search  # query -> result text, as the search tool gives it
+        """search: query -> result text of the search tool."""
+        self.search = search
         self.trace = trace or Trace
 
     def trajectory(self, question: Question, rng: random.Random) -> str:
-        """The whole assistant turn, tool results included, without EOS."""
+        """Return the complete assistant message, with tool results, without EOS."""
         text = self.trace(self.search, question, rng).write()
         return text.replace("</think>", "", 1) if rng.random() < self.trace.unclosed_thought else text
 
 
 class Trace:
-    """One trajectory in the making."""
+    """Writes one trajectory."""
 
     compute_habits = COMPUTE
-    no_box_or_unclosed, unclosed_thought = NO_BOX_OR_UNCLOSED, UNCLOSED_THOUGHT
+    no_box_or_unclosed = NO_BOX_OR_UNCLOSED
+    unclosed_thought = UNCLOSED_THOUGHT
 
     def __init__(self, search: Callable[[str], str], question: Question, rng: random.Random):
-        self.search, self.question, self.rng = search, question, rng
+        self.search = search
+        self.question = question
+        self.rng = rng
         self.text = ""
 
     def write(self) -> str:
@@ -183,7 +198,7 @@ class Trace:
         return self.text
 
     def look_up(self, attribute: str, entity: str) -> str | None:
-        """Search one fact; what the demonstrator believes its value to be, None where it gave up."""
+        """Search one fact. Return the value that the demonstrator believes, or None if it gave up."""
         habit = self.pick(LOOKUP)
         if habit == "guess":
             return None
@@ -222,7 +237,7 @@ class Trace:
         return self.answer(result)
 
     def guess(self) -> None:
-        """A round number, hardly ever right; random digits would be noise in the gradient."""
+        """Answer a round number, hardly ever right. Random digits would be noise in the gradient."""
         self.think("I know it")
         self.answer(self.rng.choice(["100", "200", "500"]))
 
