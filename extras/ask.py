@@ -1,10 +1,10 @@
-"""Ask a trained agent, and watch it call its tools: one question a line, each from the beginning.
+"""Ask a trained agent, and watch it call its tools: one question per line, each in a new conversation.
 
     python -m extras.ask configs/demo_eval.yaml --model.path runs/demo_arpo/hf
     echo "What is 17 * 23?" | python -m extras.ask configs/qwen2.5_7b.yaml configs/eval.yaml --model.path runs/NAME/hf
 
-Takes the config files and flags of evaluate.py, of which it uses model, engine, rollout, protocol and tools, and
-`eval.system_prompt`; --rollout.temperature 0 asks for the likeliest answer. What a tool returned is dim.
+Takes the config files and flags of evaluate.py, and uses model, engine, rollout, protocol, tools and
+`eval.system_prompt`. --rollout.temperature 0 asks for the likeliest answer. Tool results are printed dim.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AskConfig(EvalConfig):
     """The options of evaluate.py; the questions come from the keyboard."""
 
     def __post_init__(self) -> None:
-        """Ask for no benchmark."""
+        """Do not require a benchmark."""
 
 
 def check(cfg: AskConfig) -> None:
@@ -74,18 +74,20 @@ def ask(cfg: AskConfig) -> None:
 
 
 class Printed:
-    """How much of a trajectory stands on the screen."""
+    """Prints a trajectory as it grows."""
 
     def __init__(self, loop: Rollout):
-        self.loop, self.num_tokens = loop, 0
+        self.loop = loop
+        self.num_tokens = 0
+        """Tokens printed so far."""
 
     def go_on(self) -> None:
-        """Print what the trajectory has more than before, while it is under way."""
+        """Print the new tokens of the unfinished trajectory."""
         for live in [*self.loop.decoding.values(), *(live for live, _ in self.loop.calling.values())]:
             self.write(live.trajectory)
 
     def write(self, trajectory: Trajectory, *, to_the_end: bool = False) -> None:
-        """Print the new tokens, those of a result dim; but for the start of a character that is not whole yet."""
+        """Print the new tokens, tool results dim. An incomplete character at the end waits for its next token."""
         while (start := self.num_tokens) < (size := len(trajectory.token_ids)):
             mask, stop = trajectory.loss_mask, start + 1
             while stop < size and mask[stop] == mask[start]:
@@ -97,13 +99,13 @@ class Printed:
             print(text if mask[start] else f"{DIM}{text}{PLAIN}", end="", flush=True)
 
     def end(self, trajectory: Trajectory) -> None:
-        """Print the rest, and why it ended where that is not its own end."""
+        """Print the rest, and the stop reason if it is not the end token."""
         self.write(trajectory, to_the_end=True)
         print("" if trajectory.stop_reason == "eos" else f"\n({trajectory.stop_reason})", flush=True)
 
 
 def questions() -> Iterator[str]:
-    """Yield the lines that are typed, or piped in, without empty ones."""
+    """Yield the non-empty lines of standard input."""
     while True:
         try:
             line = input("\n> " if sys.stdin.isatty() else "").strip()

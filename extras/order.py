@@ -1,14 +1,14 @@
-"""Training prompts that are mixed on purpose: weights for data sources, and a rest for what is always or never solved.
+"""An order of training prompts with weights for data sources, and a rest for prompts that are always or never solved.
 
     from extras.order import MixedOrder
 
     class Order(MixedOrder):                        # in my_order.py: --data.order my_order.py:Order
-        weights = {"hotpotqa": 2, "gsm8k": 0.5}     # times a source's share of the file; others have 1, and 0 is none
-        rest_epochs = 1                             # epochs without what is always or never solved; 0 = no rest
+        weights = {"hotpotqa": 2, "gsm8k": 0.5}     # times a source's share of the file; default 1; 0 = leave it out
+        rest_epochs = 1                             # epochs that an always or never solved prompt rests; 0 = no rest
 
-An epoch is as long as without weights. A source with a higher weight is passed over more often than once in it, each
-time in another order. Each prompt has a running pass rate over the groups that were sampled of it; `extras.keep` finds
-such rates once, before RL. What is drawn depends on seed and rewards, not on speed or the number of ranks.
+An epoch is as long as without weights. With a higher weight a source is used more than once per epoch, each time in
+another order. Each prompt has a running pass rate over its sampled groups (`extras.keep` measures such rates once,
+before RL). The order depends on seed and rewards, not on speed or the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from arpo.trajectory import Group, Prompt
 
 
 class MixedOrder(PromptOrder):
-    """An order for data.order, of which a subclass sets the attributes."""
+    """An order for data.order. A subclass sets the attributes."""
 
     weights: ClassVar[Mapping[str, float]] = {}
     rest_epochs = 0
     low, high = 0.05, 0.95
-    """Running pass rates up to which, and from which on, a prompt rests."""
+    """A prompt rests if its running pass rate is at most `low` or at least `high`."""
     newest = 0.5
     """Weight of the newest group in the running rate."""
 
     def __init__(self, prompts: Sequence[Prompt], num_per_step: int, seed: int):
         super().__init__(len(prompts), num_per_step, seed, option="data.num_prompts_per_step")
         self.ids = [prompt.prompt_id for prompt in prompts]
-        self.per_epoch, self._position = self.steps_per_epoch * num_per_step, 0
+        self.per_epoch = self.steps_per_epoch * num_per_step
+        self._position = 0
         self.state = {}
-        """Prompt -> [running pass rate, first epoch in which it is drawn again]."""
+        """Prompt id -> [running pass rate, first epoch in which it may be drawn again]."""
         members: dict[str, list[int]] = {}
         for index, prompt in enumerate(prompts):
             members.setdefault(prompt.data_source, []).append(index)
@@ -56,7 +57,8 @@ class MixedOrder(PromptOrder):
         self.epoch = lru_cache(2)(self._epoch)
 
     def _epoch(self, epoch: int) -> list[int]:
-        """Return the prompts of an epoch: places of all sources, shuffled, and in those of each its own next ones."""
+        """Return the prompts of an epoch: the sources' positions are shuffled, and filled with each source's next
+        prompts."""
         sources = np.repeat(np.arange(len(self.counts)), self.counts)
         np.random.default_rng([self.seed, epoch]).shuffle(sources)
         drawn = np.empty(self.per_epoch, dtype=int)
@@ -67,7 +69,7 @@ class MixedOrder(PromptOrder):
         return drawn.tolist()
 
     def queue(self, num_drawn: int, count: int) -> list[tuple[int, int]]:
-        """Return (prompt index, num_drawn behind it) of the next prompts that do not rest; none comes twice."""
+        """Return (prompt index, num_drawn after it) of the next prompts that do not rest, without repetition."""
         found: dict[int, int] = {}
         self._position = num_drawn
         for place in range(num_drawn, num_drawn + (self.rest_epochs + 9) * self.per_epoch):

@@ -1,6 +1,6 @@
-"""A tool from an environment with `reset(seed=...)` and `step(action)`: Gymnasium's interface, and that of its likes.
+"""A tool from an environment with `reset(seed=...)` and `step(action)`, the interface of Gymnasium and others.
 
-An environment of yours is a subclass in a file of yours (tools.names my_env.py:FrozenLake), which needs no gymnasium:
+A custom environment is a subclass in your own file (tools.names my_env.py:FrozenLake). Gymnasium itself is optional:
 
     from extras.tools.environment import EnvironmentTool
 
@@ -11,8 +11,8 @@ An environment of yours is a subclass in a file of yours (tools.names my_env.py:
         def make(self, context):
             return gymnasium.make("FrozenLake-v1", map_name=context.row["map"])
 
-Each trajectory has an environment of its own, reset with the group's seed, or that of the row's column `seed`. Its
-rewards are in the calls' `info`. Rows with seeds, whose prompts end with the first observation:
+Each trajectory has a separate environment, reset with the group's seed, or with the row's column `seed`. Its rewards
+are in the calls' `info`. This command writes rows with seeds, and prompts that end with the first observation:
 
     python -m extras.tools.environment my_env.py:FrozenLake rows.jsonl --out train.jsonl --seeds 100
 """
@@ -38,7 +38,7 @@ from arpo.tools.interface import ToolContext, ToolResult
 from extras.tools.session_tool import CannotFork, SessionTool
 
 LOOK = "look"
-"""The argument that shows the newest observation again, the first one before any step."""
+"""The argument that shows the newest observation again (the first one before any step)."""
 
 
 @dataclass
@@ -53,12 +53,12 @@ class Episode:
 
     @property
     def info(self) -> dict[str, Any]:
-        """Facts for a reward about the episode so far; the reward of the newest step comes beside them."""
+        """Facts about the episode so far, for a reward function. The newest step's reward is added elsewhere."""
         return {"return": self.total_reward, "terminated": self.terminated, "truncated": self.truncated}
 
 
 class EnvironmentTool(SessionTool):
-    """Takes the action that the argument names, and answers with the observation.
+    """Takes the action in the argument, and answers with the observation.
 
     A subclass has `tag`, `about` and `make`.
 
@@ -68,25 +68,26 @@ class EnvironmentTool(SessionTool):
     tag: str
     about: About
     copies_exactly = False
-    """True where `copy.deepcopy` gives an environment that goes on alike. Else a branch replays its parent's actions in
-    a new one, which a seeded environment answers alike; where it does not, tools/replay_mismatch says so."""
+    """True if `copy.deepcopy` gives an environment that continues in the same way. False: a branch replays its parent's
+    actions in a new environment. With the same seed its answers should be the same; tools/replay_mismatch counts
+    differences."""
     deadline_s = 60.0
-    """Longest time of a reset, a step, a copy or a closing in seconds. An environment that takes longer counts as an
-    exception of the tool, and its trajectory is dropped."""
+    """Largest number of seconds for a reset, a step, a copy or a close. If the environment takes longer, this is an
+    exception of the tool, and the trajectory is dropped."""
 
     def make(self, context: ToolContext) -> Any:
         """Return a new environment. `context.row` has the columns of the prompt's row."""
         raise NotImplementedError
 
     def seed(self, context: ToolContext) -> int:
-        """Return the seed of `reset`: the row's own, if it has a column `seed`, else the group's."""
+        """Return the seed of `reset`: the row's column `seed` if it exists, else the group's seed."""
         return int(context.row.get("seed", context.seed))
 
     def parse(self, argument: str, env: Any) -> Any:
-        """Return the action that the model has written: JSON, else the text as it is. Raises ValueError for others."""
+        """Return the model's action: parsed as JSON, else the text itself. Raises ValueError for an invalid action."""
         try:
             action = json.loads(argument)
-        except (ValueError, RecursionError):  # the latter where it is nested too deeply
+        except (ValueError, RecursionError):  # RecursionError: nested too deeply
             action = argument.strip()
         space = getattr(env, "action_space", None)
         if space is not None and not space.contains(action):
@@ -94,7 +95,7 @@ class EnvironmentTool(SessionTool):
         return action
 
     def show(self, observation: Any) -> str:
-        """Return an observation as the model reads it."""
+        """Return an observation as text for the model."""
         return str(observation)
 
     async def open(self, context: ToolContext) -> Episode:
@@ -121,7 +122,8 @@ class EnvironmentTool(SessionTool):
             return ToolResult(f"Error: {error}", ok=False, error_kind="bad_action", info=info)
         episode.observation, reward, terminated, truncated, _ = episode.env.step(action)
         episode.total_reward += float(reward)
-        episode.terminated, episode.truncated = bool(terminated), bool(truncated)
+        episode.terminated = bool(terminated)
+        episode.truncated = bool(truncated)
         text = self.show(episode.observation)
         if terminated or truncated:
             text += "\nThe episode has ended."
@@ -137,7 +139,7 @@ class EnvironmentTool(SessionTool):
             await self._in_time(session.env.close)
 
     async def _in_time(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what `work` returns. Raises TimeoutError after the deadline; what hangs is left to itself."""
+        """Return the result of `work`. Raises TimeoutError after the deadline; a thread that hangs is left alone."""
         async with asyncio.timeout(self.deadline_s):
             return await on_thread(f"arpo-{self.tag}", work, *arguments)
 
@@ -152,8 +154,9 @@ class FromOpenEnv:
     """
 
     def __init__(self, client: Any, to_action: Callable[[Any], Any] = lambda action: action):
-        """to_action: makes the environment's own action of what the tool's `parse` returns, like lambda s: Move(s)."""
-        self.client, self.to_action = client, to_action
+        """to_action: converts the result of the tool's `parse` into an action, like lambda s: Move(s)."""
+        self.client = client
+        self.to_action = to_action
 
     def reset(self, *, seed: int) -> tuple[Any, dict]:
         return self.client.reset(seed=seed).observation, {}
@@ -167,10 +170,10 @@ class FromOpenEnv:
 
 
 def with_observations(tool: EnvironmentTool, rows: Iterable[tuple[str, dict]], num_seeds: int) -> Iterator[dict]:
-    """Yield each row (its place, and itself) once for each seed below `num_seeds`, which its column `seed` then has.
+    """Yield each row once for each seed below `num_seeds`, with this seed in the column `seed`.
 
-    The first observation of that environment stands behind the question, or in place of {observation} in it. Raises
-    UserError for a row that is no question.
+    rows: (place, row) pairs. The first observation of the environment is appended to the question, or replaces
+    {observation} in it. Raises UserError for a row that is not a question.
     """
 
     async def first(context: ToolContext) -> str:

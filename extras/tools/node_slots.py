@@ -1,7 +1,7 @@
-"""A limit on how many processes of a user do something on one machine at a time, whichever rank or run they belong to.
+"""A limit on how many processes of a user do something on one machine at a time, over all ranks and runs.
 
-Slot k is a lock on the file slot-k in a folder of the user's. The kernel frees the locks of a process that dies,
-however it dies, so no slot is lost. Containers with a /tmp of their own have a limit of their own.
+Slot k is a lock on the file slot-k in a folder of the user. The kernel frees the locks of a dead process, so no slot is
+lost. A container with a private /tmp has a separate limit.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from arpo.errors import UserError
 
 POLL_S = 0.005
-"""Seconds between looks for a free slot; of the threads of a process only one looks."""
+"""Seconds between two polls for a free slot. Only one thread of a process polls."""
 
 
 class NodeSlots:
     """The `num_slots` slots of one `name`, shared by all processes of this user on this machine. Thread-safe."""
 
     def __init__(self, name: str, num_slots: int, *, folder: Path | None = None):
-        """Raises UserError where there is no folder for the locks that is the user's alone."""
+        """Raises UserError if there is no private folder of the user for the locks."""
         assert num_slots >= 1, num_slots
         self._folder = (folder or runtime_folder()) / f"arpo-{name}-slots"
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -37,19 +37,20 @@ class NodeSlots:
 
     @contextlib.contextmanager
     def take(self) -> Iterator[None]:
-        """Hold a slot. Blocks until one is free, or until `close`, after which nobody has to wait."""
+        """Hold a slot. Blocks until a slot is free, or until `close`."""
         file = self._wait()
         try:
             yield
         finally:
             if file is not None:
-                fcntl.flock(file, fcntl.LOCK_UN)  # closing would not do where a fork of us has a copy
+                # closing alone does not unlock the file if a forked process has a copy of the descriptor
+                fcntl.flock(file, fcntl.LOCK_UN)
                 os.close(file)
 
     def _wait(self) -> int | None:
         with self._turn:
             while not self._is_closed:
-                # Not always from the first: those with fewer slots than others (another run's limit) use only those.
+                # In random order: a run with a smaller limit can only use the first slots.
                 for number in random.sample(range(self._num_slots), self._num_slots):
                     fd = os.open(self._folder / f"slot-{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                     with contextlib.suppress(BlockingIOError):
@@ -60,12 +61,12 @@ class NodeSlots:
         return None
 
     def close(self) -> None:
-        """End all waiting: whoever waits for a slot goes on without one."""
+        """End all waiting: threads that wait for a slot continue without one."""
         self._is_closed = True
 
 
 def runtime_folder() -> Path:
-    """Return a folder on this machine that is the user's alone. Raises UserError where somebody else has its name."""
+    """Return a private folder of the user on this machine. Raises UserError if it belongs to somebody else."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and os.access(runtime, os.W_OK | os.X_OK):
         return Path(runtime)

@@ -1,4 +1,4 @@
-"""How tools that run code or call servers record their results, and answer from them."""
+"""Record the results of tools that run code or call servers, and answer calls from the record."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from arpo.tools.cache.store import open_cache
 from arpo.tools.interface import ToolResult
 
 PYTHON, MCP = "python", "mcp"
-"""Backends of what was recorded."""
+"""Names of the backends in the record."""
 NOT_RECORDED = "Error: there is no recorded result of this call."
 
 
 class Recorder:
-    """The record of one tool or server: whole results, errors and limits included, but for failures of ours."""
+    """The record of one tool or server: complete results, with errors and limits, but no infrastructure errors."""
 
     def __init__(self, place: str, mode: str, backend: str, *, setting: str):
-        """Opens the cache at `place`, as `mode` wants it; `setting` is the config field that names it.
+        """Open the cache at `place` for `mode`. `setting`: the config field with the place, for error messages.
 
-        Raises UserError for a cache that cannot be used, and for a replay without one.
+        Raises UserError if the cache cannot be used, or if a replay has none.
         """
-        self.backend, self.mode = backend, mode
+        self.backend = backend
+        self.mode = mode
         self.replays = mode in ("replay", "replay_strict")
         if self.replays and not place:
             raise UserError(f"{setting} is empty, and mode {mode} reads it; set it to a recorded one")
@@ -32,9 +33,9 @@ class Recorder:
         self.cache = open_cache(place, read_only=self.replays, setting=setting) if uses_cache else None
 
     async def answer(self, key: bytes, query: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
-        """Return the result recorded under `key`, else what `run` returns, and record it; `query` is its name there.
+        """Return the result recorded under `key`; without one, run the call and record its result (named `query`).
 
-        Raises UserError when `replay_strict` misses, or a replay's cache breaks: the run cannot go on.
+        Raises UserError if `replay_strict` finds no result, or if a replay's cache breaks: the run cannot continue.
         """
         if self.cache is None:
             return await run()
@@ -48,18 +49,18 @@ class Recorder:
         result = await run()
         if result.infra_error:
             return result
-        # Another rank may have been first, with another result where the code is random. A replay will show that one,
-        # so this run has to show it too.
+        # Another rank may have recorded a different result first, if the code is random. A replay will return that one,
+        # so this run must return it too.
         text = json.dumps({"text": result.text, "ok": result.ok, "error_kind": result.error_kind})
         recorded = await asyncio.to_thread(self.put, key, query, text)
         return replace(_result(recorded), seconds=result.seconds) if recorded else result
 
     def get(self, key: bytes, query: str) -> str | None:
-        """Return what is recorded. Raises UserError where a replay's cache breaks."""
+        """Return the recorded text. Raises UserError if a replay's cache breaks."""
         return self.cache.get(key, query)
 
     def put(self, key: bytes, query: str, text: str) -> str | None:
-        """Record a text unless there is one. Return what is recorded; None where the cache cannot be used."""
+        """Record a text, unless one is recorded. Return the recorded text; None if the cache cannot be used."""
         self.cache.put(key, self.backend, query, text)
         return self.get(key, query)
 
