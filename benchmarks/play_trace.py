@@ -115,7 +115,7 @@ def ours(played: Played, engine: PlayedEngine, tools: PlayedTools, *, selector: 
     cfg = RolloutConfig(group_size=group_size, max_response_tokens=MAX_TOKENS, max_tool_calls=MAX_CALLS)
     branching = BranchingConfig(selector or "none", num_initial_rollouts=num_roots, entropy_tokens=ENTROPY_TOKENS)
     loop_class = Rollout if selector else AsRecorded
-    loop = loop_class(engine, tools, played.codec, cfg, branching)
+    loop = loop_class(engine, tools, played.codec, cfg=cfg, branching=branching)
     loop.played = played
     source = Source(loop, played.prompts, played.seed)
     drive(source)

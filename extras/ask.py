@@ -64,7 +64,7 @@ def ask(cfg: AskConfig) -> None:
         except UserError as error:
             print(error)
             continue
-        printed = Printed(Rollout(engine, env.tools, codec, alone, no_branching))
+        printed = Printed(Rollout(engine, env.tools, codec, cfg=alone, branching=no_branching))
         source = Source(printed.loop, prompts, f"{cfg.run.seed}|{number}")
         drive(source, printed.go_on)
         printed.end(source.groups[0].trajectories[0])

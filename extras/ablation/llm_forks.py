@@ -1,15 +1,16 @@
-"""What a fork is worth to a pretrained model that is not trained: each rule's contrast per tool call and per token.
+"""The value of forks for a frozen pretrained model: each rule's contrast per tool call and per token.
 
     python -m extras.ablation.llm_task --out data/llm_long        # then SFT: configs/llm_long.yaml
     python -m extras.ablation.llm_forks
     python -m extras.ablation.llm_forks --report_only
 
-Each of ARMS samples its groups with the rollout of training, tools and all. A request's seed is that of its
-place in the tree, so what two arms begin at the same place is the same trajectory: an engine that remembers samples it
-once. The same command goes on after the last whole block of questions. DIR/results.jsonl has a line for each group.
+Each arm of ARMS samples its groups with the rollout of training, including tools. A request's seed depends on its place
+in the tree only. So two arms sample the same trajectory at the same place, and an engine with a memory samples it once.
+After a stop, the same command continues after the last finished block of questions. DIR/results.jsonl has a line for
+each group.
 
-The contrast of a branch is |its reward - its parent's|, of a root |its reward - that of the root before it|: a group of
-n has n - 1. They are divided by what was sampled: own tokens, and own calls, of branches alone or of whole groups.
+The contrast of a branch is |its reward - its parent's reward|; of a root, |its reward - the previous root's reward|. A
+group of n has n - 1 contrasts. They are divided by the sampled tokens or the calls, of branches alone or of all.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ ARMS = {
     "top_h_2": ("top_h", 2),
     "positions_2": ("positions", 2),
 }
-"""Arm -> its rule (frontier_runs.py) and number of roots, in the order in which a block's groups are sampled."""
+"""Arm -> its rule (frontier_runs.py) and number of roots. A block's groups are sampled in this order."""
 POSITIONS_OF = {"positions_2": "top_h_2"}
-"""Arm -> the one whose positions it takes."""
+"""Arm -> the arm whose fork positions it takes."""
 NUM_RESAMPLES = 4000
 
 
@@ -58,7 +59,8 @@ class Remembering:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.known: dict[tuple, Chunk] = {}
-        self.asked: dict[str, tuple] = {}  # request under way -> what it asks
+        # running request -> its key in `known`
+        self.asked: dict[str, tuple] = {}
         self.parts: dict[str, Chunk] = {}
         self.answers: deque[Chunk] = deque()
 
@@ -71,11 +73,12 @@ class Remembering:
         if asks in self.known:
             self.answers.append(replace(self.known[asks], request_id=request_id))
             return
-        self.asked[request_id], self.parts[request_id] = asks, Chunk(request_id)
+        self.asked[request_id] = asks
+        self.parts[request_id] = Chunk(request_id)
         self.engine.submit(request_id, token_ids, spec)
 
     def step(self) -> list[Chunk]:
-        """Return what is remembered at once, whole; else a chunk of each request that is sampled."""
+        """Return a remembered answer in one chunk, if there is one; else a chunk of each running request."""
         if self.answers:
             return [self.answers.popleft()]
         chunks = self.engine.step()
@@ -93,10 +96,10 @@ class Remembering:
 
 
 class Sampling:
-    """A frozen policy, its tools, and what its groups are written as."""
+    """A frozen policy and its tools."""
 
     def __init__(self, model: str, questions: str, folder: Path, dtype: str):
-        """Load the model; its configuration is that of training."""
+        """Load the model with the configuration of training."""
         from arpo.engine.team import form_team
         from arpo.ranks import init_ranks
         from arpo.sampling.environment import Environment
@@ -116,8 +119,10 @@ class Sampling:
         score_groups(groups, self.configs["grpo"].reward, tools=self.env.codec.tools, only_new=True)
 
     def block(self, prompts: Sequence[Prompt], seed: int, positions: Counter[int]) -> list[dict]:
-        """Sample these questions under every arm and return a line per group; adds to the `positions` of the
-        arm that the control takes them of."""
+        """Sample these questions under every arm, and return a line per group.
+
+        Adds the forks of the arms in POSITIONS_OF's values to `positions`.
+        """
         from arpo.rollout import Rollout
         from arpo.sampling.driver import Source, drive
 
@@ -127,7 +132,7 @@ class Sampling:
                 path = self.folder / f"positions_{positions.total()}.json"
                 path.write_text(json.dumps(positions))
                 os.environ["FORK_POSITIONS"] = str(path)
-            loop = Rollout(engine, self.env.tools, self.env.codec, cfg.rollout, cfg.branching)
+            loop = Rollout(engine, self.env.tools, self.env.codec, cfg=cfg.rollout, branching=cfg.branching)
             source = Source(loop, prompts, f"{seed}|0")
             drive(source)
             groups = [source.groups[place] for place in sorted(source.groups)]
@@ -143,8 +148,11 @@ class Sampling:
 
 
 def line_of(group: Group, arm: str, seed: int) -> dict:
-    """Return a group's line: of each root [reward, accuracy, own tokens, own calls], of each branch [turn, number of
-    its parent's turns, H there, |difference of rewards|, |of accuracies|, own tokens, own calls]."""
+    """Return a group's line.
+
+    Each root: [reward, accuracy, own tokens, own calls]. Each branch: [turn, number of its parent's turns, H there,
+    |difference of rewards|, |difference of accuracies|, own tokens, own calls].
+    """
     by_id, roots, branches = {t.trajectory_id: t for t in group.trajectories}, [], []
     for t in group.trajectories:
         costs = [sum(t.loss_mask[t.fork_at :]), sum(call.executed for call in t.own_tool_calls)]
@@ -163,8 +171,10 @@ def line_of(group: Group, arm: str, seed: int) -> dict:
 
 
 def sums_of(line: dict) -> np.ndarray:
-    """(8,) of a group: contrast (by reward, by accuracy), tokens and calls; first of its branches alone, in GRPO of its
-    roots after the first; then of all."""
+    """Return (8,) sums of a group: contrast (by reward, by accuracy), tokens and calls, for its branches, then for all.
+
+    With GRPO the first four are of the roots after the first one.
+    """
     roots, branches = np.array(line["roots"], float), np.array(line["branches"], float).reshape(-1, 7)
     new_roots = np.concatenate([np.abs(np.diff(roots[:, :2], axis=0)), roots[1:, 2:]], axis=1).sum(axis=0)
     forked = branches[:, 3:].sum(axis=0)
@@ -173,13 +183,18 @@ def sums_of(line: dict) -> np.ndarray:
     return np.concatenate([new_roots if line["arm"] == "grpo" else forked, whole])
 
 
-RATIOS = {"branch, per call": (0, 3), "branch, per token": (0, 2), "group, per call": (4, 7),
-          "group, per token": (4, 6), "group, right or wrong, per call": (5, 7)}  # fmt: skip
+RATIOS = {
+    "branch, per call": (0, 3),
+    "branch, per token": (0, 2),
+    "group, per call": (4, 7),
+    "group, per token": (4, 6),
+    "group, right or wrong, per call": (5, 7),
+}
 """Name -> numerator and denominator in `sums_of`."""
 
 
 def totals(lines: list[dict]) -> dict[str, np.ndarray]:
-    """Return arm -> (NUM_RESAMPLES + 1, 8) sums over the questions: as they are, then resampled."""
+    """Return arm -> (NUM_RESAMPLES + 1, 8) sums over the questions: first of the data, then of the resamples."""
     arms = [arm for arm in ARMS if any(line["arm"] == arm for line in lines)]
     questions = sorted({line["question"] for line in lines})
     own = np.zeros((len(arms), len(questions), 8))
@@ -198,7 +213,7 @@ def interval(values: np.ndarray) -> str:
 
 
 def report(lines: list[dict]) -> str:
-    """Return the tables: what was sampled; each arm's contrast per cost, relative to those of others."""
+    """Return the tables: the samples of each arm; each arm's contrast per cost, relative to other arms."""
     sums, tables, rows = totals(lines), [], []
     for arm in sums:
         own = [line for line in lines if line["arm"] == arm]

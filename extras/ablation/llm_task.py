@@ -2,8 +2,9 @@
 
     python -m extras.ablation.llm_task --out data/llm_long --gsm8k FOLDER
 
-Writes OUT/{sft_train, sft_again, questions}.jsonl. `questions` are those of sft_again, the first of sft_train: others
-of this length are hardly ever answered, and where all trajectories fail there is nothing to compare.
+Writes OUT/{sft_train, sft_again, questions}.jsonl. sft_again has the first rows of sft_train, and `questions` are the
+questions of sft_again. The model hardly ever answers other questions of this length, and if all trajectories fail there
+is nothing to compare.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from extras.llm_demo import gsm8k
 
 LINES = range(3, 7)
 MAX_CHARS = 560
-"""Of question and solution together: short texts of long chains, for few cores."""
+"""Limit for question and solution together: short texts with long chains, for few cores."""
 CANDIDATES, NUM_SFT, NUM_QUESTIONS = 96, 40, 20
 
 
