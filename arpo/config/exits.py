@@ -1,4 +1,4 @@
-"""How a process of ours ends before its work is done: with one line that says why, which stands last on the screen."""
+"""How a process ends before its work is done: with one line that says why, as the last one on the screen."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ except ProcessLookupError:
 if has_ended:
     print(sys.argv[2], file=sys.stderr)
 """
-"""Program that waits for the end of a process, up to a minute, and prints a line."""
-SAY_AFTER_S, GIVE_UP_S = 60.0, 1800.0
-"""Times after which a function of the user's that has not returned is named, and ends the run."""
+"""Program that waits up to a minute for the end of a process, and then prints a line."""
+SAY_AFTER_S = 60.0
+"""Time after which a user's function that has not returned is named in the log."""
+GIVE_UP_S = 1800.0
+"""Time after which such a function ends the run."""
 asked_to_stop = threading.Event()
 """Set by a signal that asks a training to stop."""
 
 
 def check_launch(environment: MutableMapping[str, str]) -> None:
-    """Raise UserError where a scheduler has left a part of what torchrun sets. Without RANK this is a run of one."""
+    """Raise UserError if only some of torchrun's variables are set (by a scheduler, say). No RANK: a run of one process."""
     rank = environment.get("RANK", "")
     if not rank:
         environment.pop("RANK", None)
@@ -52,24 +54,27 @@ def check_launch(environment: MutableMapping[str, str]) -> None:
 
 
 def exit_with(error: UserError) -> NoReturn:
-    """Print the one line (once, from rank 0 where it can) and leave with code 2, which no launcher should retry.
+    """Print the error as one line and exit with code 2, which no launcher should retry.
 
-    What is wrong is mostly wrong on every rank. Then rank 0 says so, and torchrun ends the others while they wait here;
-    a rank that is still there afterwards must say it itself.
+    Most errors occur on every rank. Then rank 0 prints the line, and torchrun ends the other ranks while they wait
+    here. A rank that still runs after the wait prints the line itself.
     """
     line = printable(f"error: {error}")
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:
         say_at_the_end(line)
     elif "TORCHELASTIC_RUN_ID" in os.environ:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training rank has a handler, which would only note it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training's own handler would only note the signal
         time.sleep(10)
         say_at_the_end(line.replace("error", f"error (rank {rank})", 1))
     sys.exit(2)
 
 
 def say_at_the_end(line: str, *, now: bool = True) -> None:
-    """Print why this process ends. Under torchrun it is said (now and) after that has ended: its own report is long."""
+    """Print why this process ends. Under torchrun, print it again after torchrun's own long report.
+
+    now=False: only print it after the report.
+    """
     if now:
         print(line, file=sys.stderr, flush=True)
     restarts = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
@@ -80,9 +85,10 @@ def say_at_the_end(line: str, *, now: bool = True) -> None:
 
 
 def exit_interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle Ctrl-C: leave with one line, and at once where it is pressed again while the process ends."""
+    """Handle Ctrl-C: exit with one line. A second Ctrl-C ends the process at once."""
     handler = signal.signal(number, signal.SIG_DFL)
-    was_said = handler == signal.SIG_DFL  # the exit of a rank that wrote a checkpoint comes back as a KeyboardInterrupt
+    # a rank that was writing a checkpoint comes here twice, the second time by a KeyboardInterrupt
+    was_said = handler == signal.SIG_DFL
     if os.environ.get("RANK", "0") == "0" and not was_said:
         print("interrupted: the same command goes on after the newest checkpoint", file=sys.stderr)
     sys.exit(128 + number)
@@ -90,7 +96,7 @@ def exit_interrupted(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def watched(what: str) -> Iterator[None]:
-    """Name `what` where the block does not end, and end the run after a limit, or when it was asked to stop."""
+    """Log `what` if the block takes long. End the run after GIVE_UP_S, or when it was asked to stop."""
     done = threading.Event()
     threading.Thread(target=wait_or_end, args=(done, lambda: what), name="arpo-watch", daemon=True).start()
     try:
@@ -100,7 +106,7 @@ def watched(what: str) -> Iterator[None]:
 
 
 def wait_or_end(done: threading.Event, what: Callable[[], str]) -> None:
-    """Wait for an event, as `watched` does; `what` is asked for what it waits for, in words."""
+    """Wait for an event, with the log and the end of `watched`. `what()` names the thing that is waited for."""
     if done.wait(SAY_AFTER_S):
         return
     limit = f"; the run ends where it has not within {GIVE_UP_S:g} s"
@@ -111,4 +117,4 @@ def wait_or_end(done: threading.Event, what: Callable[[], str]) -> None:
         if seconds > GIVE_UP_S or asked_to_stop.is_set():
             say_at_the_end(printable(f"error: {what()} has not returned for {seconds:.0f} s"))
             sys.stdout.flush()
-            os._exit(2)  # no exception reaches a thread that hangs
+            os._exit(2)  # an exception would not reach the thread that hangs

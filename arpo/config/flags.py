@@ -21,13 +21,13 @@ def parse(root: type[C], flags: list[str]) -> C:
         with contextlib.redirect_stderr(captured):
             return tyro.cli(root, args=flags, config=(tyro.conf.FlagConversionOff,), prog=Path(sys.argv[0]).name)
     except SystemExit as stop:
-        if not stop.code:  # of --help
+        if not stop.code:  # after --help
             raise
         raise ValueError(one_line(captured.getvalue())) from None
 
 
 def one_line(tyro_box: str) -> str:
-    """Return the words of tyro's message, which is a drawn box of several lines."""
+    """Return tyro's message, a drawn box of several lines, as one line."""
     text = re.sub(r"\s+", " ", re.sub(r"[^\x20-\x7e]|-{9,}", " ", tyro_box))
     text = re.sub(r"^ ?(Parsing|Value) error |^ ?(Invalid choice|Missing argument) |Error parsing \w+: ", "", text)
     text = text.replace("Unrecognized options Unrecognized options", "Unrecognized options")

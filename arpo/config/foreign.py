@@ -1,4 +1,4 @@
-"""What TRL and verl call our settings, so that a flag of theirs is answered with ours."""
+"""Names of our settings in TRL and verl. The error for such a flag names our setting."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ OURS = {
     "val_files": "data.valid",
     "vllm_gpu_memory_utilization": "engine.gpu_memory_utilization",
 }
-"""Last part of their key -> our key."""
+"""Last part of a key there -> our key."""
 SECTIONS = {"eval": "evaluate.py", "ablation": "extras.ablation", "critic": "train_rl.py", "rollout": "train_rl.py"}
 """Section of a file -> the script that reads it."""

@@ -1,4 +1,4 @@
-"""The names of options, as dotted keys: those that there are, and the answer to one that there is not."""
+"""The names of options as dotted keys, and the error for a key that does not exist."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ RENAMED = {
     "rollout.pull_order": "rollout.dispatch=pull",
     "run.overlap_validation": GONE,
 }
-"""Keys of earlier versions, but for those that today's resembles."""
+"""Key of an earlier version -> today's key, unless the two resemble each other."""
 
 
 def field_names(root: type, prefix: str = "") -> dict[str, Kind]:
-    """Return all keys as dotted paths -> what stands there. {"tools": "section", "tools.names": "list", ...}"""
+    """Return the kind of each option by its dotted key. {"tools": "section", "tools.names": "list", ...}"""
     names: dict[str, Kind] = {}
     hints = get_type_hints(root)
     for f in fields(root):
@@ -54,13 +54,14 @@ def field_names(root: type, prefix: str = "") -> dict[str, Kind]:
 
 
 def check_known(key: str, known: dict[str, Kind], where: str) -> None:
-    """Raise UserError for an unknown key, with the known one that it resembles."""
+    """Raise UserError for an unknown key. The message suggests the key that it resembles."""
     if key in known:
         return
     if key in RENAMED:
         raise UserError(f"{where}: {key!r} is now {RENAMED[key]}")
     leaf = key.rsplit(".", 1)[-1]
-    if (ours := OURS.get(leaf)) in known:
+    ours = OURS.get(leaf)
+    if ours in known:
         raise UserError(f"{where}: unknown key {key!r}; here it is --{ours}, see --help")
     if key in SECTIONS:
         raise UserError(f"{where}: {key!r} is a section of {SECTIONS[key]}; give the file to that")

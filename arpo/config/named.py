@@ -1,9 +1,9 @@
 """`NAME or FILE.py:NAME`: how an option names a function or a class, ours or one in a file of the user's.
 
-Ours are the keys of dicts of functions (losses, branching rules, ...). `names_of` reads them from the source, because
-those modules import torch, and a misspelt name must be reported before that takes its seconds. So a new function needs
-no second place in which its name is listed. A user's file is parsed for the same reason; once torch is there, `find`
-imports it, once in a process, and returns what it names. A relative path is relative to the current directory.
+Ours are the keys of dicts of functions (losses, branching rules, ...). `names_of` reads these keys from the source,
+because importing the modules imports torch, and a misspelt name should be reported before those seconds. So the dict is
+the only list of names. A user's file is parsed for the same reason. Later `find` imports it, once in a process, and
+returns the function. A relative path is relative to the current directory.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from arpo.errors import UserError
 MAX_SOURCE_BYTES = 16 << 20
 PACKAGE = Path(__file__).parent.parent
 OWN = "own_"
-"""Beginning of the names of the modules that a user's files become."""
+"""Prefix of the module name of a user's file."""
 T = TypeVar("T")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @cache
 def names_of(module: str, name: str) -> tuple[str, ...]:
-    """Return the keys of a dict literal, or the entries of a set literal, at the top level of a module of this package.
+    """Return the keys of a dict literal, or the entries of a set literal, in order.
 
-    They come in order; LookupError where there is no such literal.
+    The literal is at the top level of a module of this package. Raises LookupError if there is none.
     names_of("losses", "TOKEN_LOSSES") -> ("ppo", "gspo", "cispo", "reinforce")
     """
     source = PACKAGE.joinpath(f"{module}.py").read_text()
@@ -50,33 +50,33 @@ def names_of(module: str, name: str) -> tuple[str, ...]:
 
 
 def check_name(option: str, value: str, module: str, dict_name: str, *also: str) -> None:
-    """Raise ValueError unless `value` is a key of that dict, one of `also`, or FILE.py:NAME; it suggests the closest.
+    """Raise ValueError unless `value` is a key of that dict, one of `also`, or FILE.py:NAME. The closest is suggested.
 
-    Raises UserError where the file is not there or does not define the name. Nothing is imported.
+    Raises UserError if the file does not exist or does not define the name. Nothing is imported.
     """
     if is_own(value):
         definition_of(option, value)
         return
-    known = (*names_of(module, dict_name), *also)
-    if value not in known:
-        close = difflib.get_close_matches(value, known, n=1)
+    names = (*names_of(module, dict_name), *also)
+    if value not in names:
+        close = difflib.get_close_matches(value, names, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"{option}={value!r} is unknown; {hint}use one of {', '.join(known)}, or FILE.py:NAME")
+        raise ValueError(f"{option}={value!r} is unknown; {hint}use one of {', '.join(names)}, or FILE.py:NAME")
 
 
 def is_own(value: str) -> bool:
-    """Return whether the value names something in a file of the user's."""
+    """Return whether the value names something in a user's file (FILE.py:NAME)."""
     return ".py:" in value
 
 
 def parameters_of(option: str, value: str) -> tuple[str, ...]:
-    """Return the names of the parameters of a function of the user's; () for what is no `def` in its file."""
+    """Return the names of the parameters of a user's function; () if its file has no `def` of that name."""
     node = definition_of(option, value)
     return tuple(arg.arg for arg in (*node.args.posonlyargs, *node.args.args)) if isinstance(node, Function) else ()
 
 
 def takes(option: str, value: str, form: tuple[str, ...]) -> bool:
-    """Return whether a function of the user's begins with these parameters, and has a default for any further one."""
+    """Return whether a user's function has these parameters first, and defaults for all further ones."""
     node = definition_of(option, value)
     if parameters_of(option, value)[: len(form)] != form:
         return False
@@ -85,9 +85,9 @@ def takes(option: str, value: str, form: tuple[str, ...]) -> bool:
 
 
 def definition_of(option: str, value: str) -> ast.stmt | None:
-    """Return the statement of FILE.py that makes NAME; None where only an import of everything (*) can.
+    """Return the statement of FILE.py that defines NAME; None if only an `import *` can define it.
 
-    Raises UserError where there is none, or no such file.
+    Raises UserError if the file does not exist or does not define the name.
     """
     file, _, name = value.rpartition(":")
     try:
@@ -117,7 +117,7 @@ def _defined_in(path: Path) -> dict[str, ast.stmt]:
 
 
 def _made_by(node: ast.stmt) -> list[str]:
-    """Return the names that a statement at the top level of a module makes."""
+    """Return the names that a statement at the top level of a module defines."""
     if isinstance(node, Function | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -126,7 +126,7 @@ def _made_by(node: ast.stmt) -> list[str]:
 
 
 def find(option: str, value: str, ours: Mapping[str, T]) -> T:
-    """Return what an option names: an entry of `ours`, or what FILE.py:NAME defines. Raises UserError."""
+    """Return the object that an option names: an entry of `ours`, or NAME of a user's FILE.py. Raises UserError."""
     if not is_own(value):
         return ours[value]
     file, _, name = value.rpartition(":")
@@ -153,9 +153,10 @@ def _imported(path: Path) -> ModuleType:
 
 
 def brief(error: BaseException) -> str:
-    """Return kind and text of an error in one line, and the line of a user's file that it came from."""
-    text, place = " ".join(f"{type(error).__name__}: {error}".split())[:300], ""
+    """Return class and text of an error in one line, and the line of the user's file that raised it."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    origin = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).startswith(OWN):
-            place = f", in line {line} of {Path(frame.f_code.co_filename).name}"
-    return text + place
+            origin = f", in line {line} of {Path(frame.f_code.co_filename).name}"
+    return text + origin

@@ -1,8 +1,8 @@
-"""The door for what functions of the user's (FILE.py:NAME) return: type, length, range and finite numbers are checked.
+"""Checks the values that a user's functions (FILE.py:NAME) return: type, length, range, finite numbers.
 
-`call` and `ask` call such a function. The others check a value that has come back. All raise a UserError of one line
-that begins with `what`: the option, the function, and the value's meaning. None imports torch: tensors are known by
-their methods.
+`call` and `ask` call such a function. The others check a value that it has returned. All raise a UserError of one line.
+The line begins with `what`: the option, the function, and the value's meaning. This module does not import torch; it
+recognises a tensor by its methods.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from arpo.config.named import brief, find, is_own
 from arpo.errors import UserError
 
 MAX_SHOWN_CHARS = 80
-"""Characters shown of a wrong value."""
+"""Number of characters of a wrong value that a message shows."""
 T = TypeVar("T")
 
 
 def call(what: str, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function of the user's. Raises UserError where it raises."""
+    """Call a user's function. Raises UserError if the function raises."""
     try:
         return function(*arguments)
     except UserError:
@@ -31,16 +31,19 @@ def call(what: str, function: Callable[..., T], *arguments: Any) -> T:
 
 
 def ask(option: str, value: str, ours: Mapping[str, Callable[..., T]], *arguments: Any, pair: int | None = None) -> T:
-    """Call the function that an option names; pair: the first (0) or second (1) of the two that it names. Raises
-    UserError where one of the user's raises."""
-    function, what = find(option, value, ours), f"{option}={value}"
+    """Call the function that an option names. Raises UserError if it is the user's, and raises.
+
+    `pair`: the option names a pair of functions; call the first (0) or the second (1).
+    """
+    function = find(option, value, ours)
+    what = f"{option}={value}"
     if pair is not None:
         function = instance(function, what, tuple, length=2)[pair]
     return call(what, function, *arguments) if is_own(value) else function(*arguments)
 
 
 def number(value: object, what: str, low: float = -math.inf, high: float = math.inf) -> float:
-    """Return a number of Python, NumPy or torch as a float, which must be finite and within [low, high].
+    """Return a number of Python, NumPy or torch as a float. It must be finite, and within [low, high].
 
     >>> number(True, "branching.selector=my.py:f: P(branch)", 0, 1)
     1.0
@@ -60,7 +63,7 @@ def number(value: object, what: str, low: float = -math.inf, high: float = math.
 
 
 def numbers(values: object, what: str, length: int) -> Any:
-    """Return as many finite numbers as an array of NumPy, (length,) float64.
+    """Return finite numbers as a NumPy array, (length,) float64.
 
     >>> numbers((1, 2), "advantage.kind=my.py:f: the advantages", 2)
     array([1., 2.])
@@ -75,14 +78,16 @@ def numbers(values: object, what: str, length: int) -> Any:
     if found.shape != (length,):
         has = {0: shown(values), 1: f"{found.size} numbers"}.get(found.ndim, f"of the shape {found.shape}")
         raise UserError(f"{what} are {has}; they must be {length} numbers")
-    if not (is_finite := np.isfinite(found)).all():
-        place = int(is_finite.argmin())
-        raise UserError(f"{what} hold {found[place]} (at {place} of {length}); all must be finite")
+    is_finite = np.isfinite(found)
+    if not is_finite.all():
+        index = int(is_finite.argmin())
+        raise UserError(f"{what} hold {found[index]} (at {index} of {length}); all must be finite")
     return found
 
 
 def tensor(value: Any, what: str, *shapes: tuple[int, ...]) -> Any:
-    """Return a tensor of one of these shapes. Its numbers are not looked at: the host would wait for the GPU."""
+    """Return the value if it is a tensor of one of these shapes."""
+    # its numbers are not checked: that would make the host wait for the GPU
     if not hasattr(value, "detach"):
         raise UserError(f"{what} is {shown(value)}; it must be a tensor")
     if tuple(value.shape) not in shapes:
@@ -108,11 +113,11 @@ def integers(values: Any, what: str, high: int) -> list[int]:
         found = list(values)
     except TypeError:
         raise UserError(f"{what} are {shown(values)}; they must be a list of integers") from None
-    return [integer(one, f"{what}: entry {place}", 0, high) for place, one in enumerate(found)]
+    return [integer(value, f"{what}: entry {index}", 0, high) for index, value in enumerate(found)]
 
 
 def instance(value: object, what: str, kind: type[T], length: int | None = None) -> T:
-    """Return a value of a type; a list or tuple with `length` entries, where that is given."""
+    """Return the value if it has the type, and `length` entries where a length is given."""
     if not isinstance(value, kind):
         raise UserError(f"{what} is {shown(value)}; it must be a {kind.__name__}")
     if length is not None and len(value) != length:
@@ -121,17 +126,18 @@ def instance(value: object, what: str, kind: type[T], length: int | None = None)
 
 
 def entries(value: object, what: str, keys: Iterable[str]) -> Sequence[Any]:
-    """Return what a dict has under each of these keys; it may have others."""
+    """Return a dict's values of these keys. It may have other keys."""
     found = instance(value, what, dict)
     keys = list(keys)
-    if missing := [key for key in keys if key not in found]:
+    missing = [key for key in keys if key not in found]
+    if missing:
         raise UserError(f"{what} has nothing for {missing[0]!r}; it must have {', '.join(map(repr, keys))}")
     return [found[key] for key in keys]
 
 
 def whole_text(text: str) -> str:
-    r"""Return a text that UTF-8 has: half of a character (a lone surrogate) becomes U+FFFD, and two halves that belong
-    together become the character.
+    r"""Return the text as UTF-8 can encode it. Half of a character (a lone surrogate) becomes U+FFFD. Two halves that
+    belong together become the character.
 
     >>> whole_text("a\ud83d \ud83d\ude00")
     'a� 😀'
@@ -140,10 +146,10 @@ def whole_text(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value in one line, with its type where that is no plain one."""
+    """Return a value as text of one line. A value other than a text or a number is followed by its type."""
     try:
         text = " ".join(repr(value).split())
-    except Exception as error:  # __repr__ of the user's
+    except Exception as error:  # raised by a user's __repr__
         text = f"({type(error).__name__} in its repr)"
     text = text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
     return text if value is None or isinstance(value, str | int | float) else f"{text} ({type(value).__name__})"

@@ -1,4 +1,4 @@
-"""Checks the values of a dataclass that were read from JSON against the types of its fields."""
+"""Checks that the values of a dataclass, read from JSON, have the types of its fields."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 KINDS: dict[Any, tuple[type, ...]] = {float: (float, int)}
-"""Types that a value may have for a type, where it is not that type alone. A bool is an int to Python, but not here."""
+"""Type of a field -> the types that its value may have; others allow their own type only. A bool is no int here."""
 
 
-def check_types(one: Any) -> None:
-    """Raise TypeError for the first field whose value is not of its type.
+def check_types(instance: Any) -> None:
+    """Raise TypeError for the first field whose value does not have the field's type.
 
-    A list does for a tuple, a text for an enum of texts, and a whole number for a float.
+    A list may stand for a tuple, a text for an enum of texts, and an integer for a float.
     """
-    values = vars(one)
-    for name, kinds, test, hint in _tests(type(one)):
+    values = vars(instance)
+    for name, kinds, test, hint in _tests(type(instance)):
         value = values[name]
         if type(value) not in kinds or not (test is None or test(value)):
             raise TypeError(f"{name} is {str(value)[:60]!r}, not {getattr(hint, '__name__', hint)}")
@@ -27,14 +27,15 @@ def check_types(one: Any) -> None:
 
 @cache
 def _tests(kind: type) -> list[tuple[str, frozenset[type], Callable[[Any], bool] | None, Any]]:
-    """Return for each field its name, the types that its value may have, a test of what is in it, and its own type."""
+    """Return for each field: its name, the types that its value may have, a test of the value's parts, and its type."""
     hints = get_type_hints(kind)
     return [(field.name, *_test(hints[field.name]), hints[field.name]) for field in fields(kind)]
 
 
 def _test(hint: Any) -> tuple[frozenset[type], Callable[[Any], bool] | None]:
-    """Return the types that a value of this kind may have, and a test of its parts; None: there is none to make."""
-    origin, arguments = get_origin(hint), get_args(hint)
+    """Return the types that a value of this hint may have, and a test of its parts (None: there is nothing to test)."""
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if origin in (Union, types.UnionType):
         tests = [_test(kind) for kind in arguments]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo.config.bounded import parse_json, read_file
-from arpo.config.contents import NOT_RECORDED, contents_of, start_of
+from arpo.config.contents import NOT_RECORDED, contents_of, provenance
 from arpo.config.facts import decides_sampling
 from arpo.errors import UserError
 from arpo.evals.records import FOLDER, Record
@@ -81,7 +81,7 @@ def unfinished(name: str, prompts: Sequence[Prompt], num_samples: int, records: 
 def record_session(folder: Path, overlong: Mapping[str, int]) -> None:
     """Append a start, with the time now. overlong: question set -> number of its questions with too long prompts."""
     with (folder / SESSIONS).open("a") as file:
-        file.write(json.dumps(start_of() | {"overlong": dict(overlong)}) + "\n")
+        file.write(json.dumps(provenance() | {"overlong": dict(overlong)}) + "\n")
 
 
 def about_run(folder: Path) -> tuple[str, dict[str, int]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo.config.bounded import parse_json, read_file, read_yaml
-from arpo.config.contents import contents_of, keep_code, start_of
+from arpo.config.contents import contents_of, keep_code, provenance
 from arpo.config.facts import leaves
 from arpo.errors import UserError
 
@@ -80,7 +80,7 @@ def record_settings(folder: Path, cfg: Any, step: int) -> None:
         (folder / SESSIONS).unlink(missing_ok=True)
     keep_code(folder / "code", cfg)
     with (folder / SESSIONS).open("a") as file:
-        file.write(json.dumps({"step": step} | start_of()) + "\n")
+        file.write(json.dumps({"step": step} | provenance()) + "\n")
 
 
 def save_config(config: object, path: Path, contents: Mapping[str, str] | None = None) -> None:

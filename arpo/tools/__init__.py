@@ -1,9 +1,9 @@
-"""Tools that the policy calls from inside a rollout: ours, and those of a user's files.
+"""Tools that the policy calls in a rollout: ours, and those of a user's files.
 
-The settings of ours are the field of `ToolsConfig` (arpo/config/tools.py) that has its name: `tools.search` goes to the
-search tool. A tool from a file (tools.names FILE.py:NAME) is made with the dataclass that its constructor's first
-parameter is typed as, filled from `tools.options`; one whose constructor takes nothing is made without arguments. A
-ToolSet from a file is several tools.
+A tool of ours gets the section of `ToolsConfig` (arpo/config/tools.py) that has its name: the search tool gets
+`tools.search`. A tool from a file (tools.names FILE.py:NAME) gets a dataclass, filled from `tools.options`: the type of
+its constructor's first parameter. If the constructor has no parameter, the tool gets nothing. A ToolSet from a file is
+several tools.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ TOOLS: dict[str, Callable[[], type[Tool] | FunctionTool]] = {
     "search": lambda: import_module("arpo.tools.search").SearchTool,
     "python": lambda: import_module("arpo.tools.python").PythonTool,
 }
-"""Class of each tool, or the FunctionTool itself, by tag, in the order in which the default system prompt speaks of
-them. Imported here and not above, so that a tool's own imports are paid only where it is used."""
+"""Class of each tool, or the FunctionTool itself, by tag. The default system prompt lists them in this order.
+
+They are not imported above, so that a tool's imports cost time only if it is used."""
 
 
 def make_tools(cfg: ToolsConfig) -> dict[str, Tool]:
-    """Return the config's tools, by tag. A tool that cannot start raises: training never goes on without it."""
+    """Return the config's tools, by tag. Raises UserError if one cannot start: no run continues without its tools."""
     tools: dict[str, Tool] = {}
     for name in cfg.names:
         made = _make_tool(name, cfg)
@@ -71,8 +72,9 @@ def _make_tool(name: str, cfg: ToolsConfig) -> Tool | ToolSet:
 
 
 def own_options(name: str, cfg: ToolsConfig) -> Any | None:
-    """Return the settings of a tool from a file; None for one that takes none. Raises UserError, as for any setting."""
-    made, given = tool_class(name), cfg.options_by_tool.get(name, {})
+    """Return the settings of a tool from a file; None for a tool without any. Raises UserError, as for any setting."""
+    made = tool_class(name)
+    given = cfg.options_by_tool.get(name, {})
     hints = {} if isinstance(made, FunctionTool) else get_type_hints(made.__init__)
     kind = next(iter(hints.values()), None)
     where = f"tools.options: {name}"
@@ -93,7 +95,7 @@ def own_options(name: str, cfg: ToolsConfig) -> Any | None:
 
 
 def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
-    """Return what the config's tools take, by tag. Needs no torch. Raises UserError for a tool that cannot be used."""
+    """Return the schemas of the config's tools, by tag. Needs no torch. Raises UserError for an unusable tool."""
     schemas: dict[str, ToolSchema] = {}
     for name in cfg.names:
         if is_set(tool_class(name)):
@@ -116,7 +118,7 @@ def take_counts(tools: Mapping[str, Tool]) -> Counter[str]:
 
 
 def prices(entries: Iterable[str], names: Sequence[str]) -> dict[str, float]:
-    """Parse tools.price_per_call. Raises UserError for an entry that makes no sense or names none of `names`.
+    """Parse tools.price_per_call. Raises UserError for an entry of another form, or for a tool that is not in `names`.
 
     >>> prices(["search=0.0015"], ["python", "search"])
     {'search': 0.0015}
@@ -136,7 +138,7 @@ def prices(entries: Iterable[str], names: Sequence[str]) -> dict[str, float]:
 
 
 def tool_class(name: str) -> type[Tool] | FunctionTool:
-    """Return the class of a tool, or the tool itself where a function is one. Raises UserError for an unknown name."""
+    """Return the class of a tool; for a function, the tool itself. Raises UserError for an unknown name."""
     if is_own(name):
         found = find("tools.names", name, {})
         if inspect.isfunction(found):
@@ -162,7 +164,7 @@ def is_set(tool: object) -> bool:
 
 
 def schema_of_tool(name: str) -> ToolSchema:
-    """Return what a tool takes: one text, where its class has no schema. Raises UserError for an unknown name."""
+    """Return the schema of a tool; without one, the tool takes one text. Raises UserError for an unknown name."""
     tool = tool_class(name)
     if is_set(tool):
         raise UserError(f"{name} is a set of tools; name those of them that you mean, by their tags")
@@ -172,14 +174,14 @@ def schema_of_tool(name: str) -> ToolSchema:
 
 
 def schemas_of(tools: Iterable[str] | Mapping[str, ToolSchema]) -> Mapping[str, ToolSchema]:
-    """Return schemas by tag, of names or of what has them already. Raises UserError for an unknown name."""
+    """Return schemas by tag. `tools` are names, or already schemas by tag. Raises UserError for an unknown name."""
     if isinstance(tools, Mapping):
         return tools
     return {schema.name: schema for schema in map(schema_of_tool, tools)}
 
 
 def check_offered(prompts: Sequence[Prompt], loaded: Sequence[str], file: str) -> None:
-    """Raise UserError for a tool of a file's rows that is not loaded. Warn of a loaded tool that no row offers."""
+    """Raise UserError if a row of a file offers a tool that is not loaded. Warn of a loaded tool that no row offers."""
     check_known(prompts, loaded, file)
     num_offers = Counter(name for prompt in prompts for name in (loaded if prompt.tools is None else prompt.tools))
     for name in loaded:
@@ -188,7 +190,7 @@ def check_offered(prompts: Sequence[Prompt], loaded: Sequence[str], file: str) -
 
 
 def check_known(prompts: Iterable[Prompt], loaded: Sequence[str], file: str) -> None:
-    """Raise UserError for a row's tool that is not loaded."""
+    """Raise UserError if a row offers a tool that is not loaded."""
     for prompt in prompts:
         for name in prompt.tools or ():
             if name not in loaded:
@@ -201,29 +203,32 @@ def check_known(prompts: Iterable[Prompt], loaded: Sequence[str], file: str) -> 
 def make_codec(
     tokenizer, cfg: ProtocolConfig, tools: Iterable[str] | Mapping[str, ToolSchema], *, enable_thinking: bool
 ) -> Codec:
-    """Return the codec of protocol.format. `tools` are names, or schemas by name. Raises UserError for a chat template
-    that the format cannot be used with."""
+    """Return the codec of protocol.format. `tools` are names, or schemas by name.
+
+    Raises UserError for a chat template with which the format does not work.
+    """
     form = form_of(cfg.format)
     if form.template_lists_tools:
         known = list(schemas_of(tools).values())
     else:
         known = tuple(schema_of_tool(name).name if is_own(name) else name for name in tools)
     codec = form.codec(tokenizer, tools=known, enable_thinking=enable_thinking)
-    codec.format = cfg.format  # a FILE.py:NAME of the user's, too
+    codec.format = cfg.format  # may be FILE.py:NAME
     return codec
 
 
 def system_prompt_for(setting: str, tools: Iterable[str] | Mapping[str, ToolSchema], *, form: str = "tags") -> str:
-    """Return the system prompt that offers these tools where the setting is `default`, else the setting as it is.
+    """Return the system prompt that offers these tools, if the setting is `default`; else the setting itself.
 
-    `tools` are names, or schemas by name, which a set of tools needs. `form` is the value of protocol.format.
+    `tools` are names, or schemas by name (needed for a ToolSet). `form` is the value of protocol.format.
     """
     if setting != "default":
         return setting
     if form_of(form).template_lists_tools:
         return json_system_prompt(list(tools))
-    schemas, places = schemas_of(tools), {name: place for place, name in enumerate(TOOLS)}
+    schemas = schemas_of(tools)
+    order = {name: index for index, name in enumerate(TOOLS)}
     abouts = {name: schema.about for name, schema in schemas.items() if schema.about}
-    in_order = sorted(abouts, key=lambda name: places.get(name, len(places)))
+    in_order = sorted(abouts, key=lambda name: order.get(name, len(order)))
     listed = [schema for schema in schemas.values() if not schema.about]
     return default_system_prompt([abouts[name] for name in in_order], listed)

@@ -31,7 +31,7 @@ TELL_AFTER_S = 600.0
 
 @dataclass(frozen=True)
 class MutedTool(Tool):
-    """Answers every call with the same refusal: the control that shows whether an agent needs the tool."""
+    """Answers every call with the same refusal. As a control, it shows whether an agent needs the tool."""
 
     tag: str
 
@@ -40,11 +40,11 @@ class MutedTool(Tool):
 
 
 class ToolRunner:
-    """Runs tool calls on an asyncio loop in a thread of its own; finished calls are collected without blocking.
+    """Runs tool calls on an asyncio loop in a thread. `collect` returns finished calls without blocking.
 
-    An exception of a tool becomes a result too, of the kind `exception`: it counts as a failure of ours, so one odd
-    call costs its trajectory, and many end the run (sampling/health.py). Only a UserError, which says that the run
-    cannot go on (a refused key, say), and what is no Exception are raised by `collect`, in the caller's thread.
+    An exception of a tool becomes a result of the kind `exception`, which counts as an infrastructure error. So one
+    such call costs its trajectory, and many end the run (sampling/health.py). `collect` raises, in the caller's thread,
+    only a UserError (the run cannot go on: a refused key, say) and a BaseException that is no Exception.
     """
 
     def __init__(self, tools: dict[str, Tool], prices: Mapping[str, float] | None = None):
@@ -55,35 +55,42 @@ class ToolRunner:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="arpo-tools", daemon=True)
         self._thread.start()
-        self._closing, self._pulse = threading.Event(), threading.Event()
+        self._closing = threading.Event()
+        self._pulse = threading.Event()
         threading.Thread(target=self._watch, name="arpo-tools-watch", daemon=True).start()
-        self._told: set[tuple[str, type]] = set()
-        self._running: Counter[str] = Counter()  # calls by tool
+        self._logged: set[tuple[str, type]] = set()
+        """Tools and exceptions that the log has had already."""
+        self._running: Counter[str] = Counter()
+        """Number of running calls, by tool."""
         self.num_pending = 0
-        self._rollout = object()  # the one that runs now, which takes no result of another one's calls
-        self._parked: tuple[object, int, list] | None = None  # of `park`: rollout, calls without a result, results
+        # Identifies the rollout whose calls run. Results for another rollout are not returned by `collect`.
+        self._rollout = object()
+        self._parked: tuple[object, int, list] | None = None
+        """Set by `park`: rollout, number of calls without a result, results that have come meanwhile."""
         self.sessions = make_sessions(tools, self._loop, self.prices)
-        """Those of the trajectories in tools that have any."""
+        """Sessions of the trajectories, in tools that keep a state."""
 
     def _watch(self) -> None:
-        """End the run where a tool blocks the loop for long, and with it all other calls."""
+        """End the run if a tool blocks the loop, and thereby all other calls, for too long."""
         while not self._closing.wait(1.0):
             self._pulse = pulse = threading.Event()
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # raised once the loop is closed
                 self._loop.call_soon_threadsafe(pulse.set)
                 wait_or_end(pulse, self._blocker)
 
     def _blocker(self) -> str:
-        """Return the function of a tool that the loop is in, in words."""
-        frame, found = sys._current_frames().get(self._thread.ident), None
+        """Return the tool's function that blocks the loop, in words."""
+        frame = sys._current_frames().get(self._thread.ident)
+        blocking = None
         while frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_USERS):
-            frame, found = frame.f_back, frame
-        code = found and found.f_code
-        name = f"{Path(code.co_filename).name}:{found.f_lineno} {code.co_name}" if code else "a tool"
+            blocking = frame
+            frame = frame.f_back
+        code = blocking and blocking.f_code
+        name = f"{Path(code.co_filename).name}:{blocking.f_lineno} {code.co_name}" if code else "a tool"
         return f"{name}, which blocks the loop of the tools (asyncio.to_thread would not),"
 
     def start(self, call_id: str, tag: str, argument: str, context: ToolContext | None = None) -> None:
-        """Begin a call; its result comes out of `collect` under `call_id`. A tool with sessions needs the context."""
+        """Start a call. `collect` returns its result under `call_id`. A tool with sessions needs the context."""
         self.num_pending += 1
         call = self._run(self._rollout, call_id, self.tools[tag], argument, context)
         asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -101,11 +108,12 @@ class ToolRunner:
             self._done.put((rollout, call_id, result))
         except UserError as error:
             self._done.put((rollout, call_id, error))
-        except (Exception, SystemExit) as error:  # whatever it is: hours of training must not end with it
-            if (tool.tag, type(error)) not in self._told:  # how many follow is a metric
-                self._told.add((tool.tag, type(error)))
+        except (Exception, SystemExit) as error:  # an odd call must not end hours of training
+            if (tool.tag, type(error)) not in self._logged:  # a metric counts the others
+                self._logged.add((tool.tag, type(error)))
                 logger.warning("the %s tool raised an exception; its trajectory is dropped", tool.tag, exc_info=error)
-            text, seconds = f"Error: the {tool.tag} tool failed.", time.perf_counter() - started
+            text = f"Error: the {tool.tag} tool failed."
+            seconds = time.perf_counter() - started
             failure = ToolResult(text, ok=False, seconds=seconds, error_kind="exception", infra_error=True)
             self._done.put((rollout, call_id, failure))
         except BaseException as error:  # cancelled, or an interrupt: handed to the caller's thread
@@ -114,8 +122,9 @@ class ToolRunner:
             self._running[tool.tag] -= 1
 
     def collect(self, *, block: bool) -> list[tuple[str, ToolResult]]:
-        """Return all finished calls; with `block`, wait for at least one (there must be one pending)."""
-        finished, waits = [], 0
+        """Return (call id, result) of all finished calls. `block`: wait for at least one, if any is pending."""
+        finished: list[tuple[str, ToolResult]] = []
+        waits = 0
         while self.num_pending:
             try:
                 rollout, call_id, result = self._done.get(block and not finished, timeout=TELL_AFTER_S)
@@ -123,7 +132,8 @@ class ToolRunner:
                 if not block or finished:
                     break
                 waits += 1
-                minutes, calls = waits * TELL_AFTER_S / 60, dict(+self._running)
+                minutes = waits * TELL_AFTER_S / 60
+                calls = dict(+self._running)
                 logger.warning("no tool call has ended for %d min; under way: %s", minutes, calls)
                 continue
             if rollout is not self._rollout:
@@ -137,30 +147,32 @@ class ToolRunner:
         return finished
 
     def park(self) -> None:
-        """Set calls under way and sessions aside until `unpark`. They go on, apart from what is begun meanwhile."""
+        """Set running calls and sessions aside until `unpark`. They continue, apart from all that starts meanwhile."""
         assert self._parked is None
         self._parked = self._rollout, self.num_pending, []
-        self._rollout, self.num_pending = object(), 0
+        self._rollout = object()
+        self.num_pending = 0
         self.sessions.park()
 
     def unpark(self) -> None:
-        """Go on with what `park` has set aside, if there is anything."""
+        """Take up the calls and sessions that `park` has set aside, if any."""
         if self._parked is None:
             return
         assert not self.num_pending
         self.sessions.unpark()
         self._rollout, self.num_pending, kept = self._parked
         self._parked = None
-        for entry in kept:
-            self._done.put(entry)
+        for result in kept:
+            self._done.put(result)
 
     def abandon(self) -> None:
-        """Close all sessions, and forget calls under way: they run to their end, but `collect` has nothing of them."""
-        self._rollout, self.num_pending = object(), 0
+        """Close all sessions, and forget running calls. These run to their end, but `collect` does not return them."""
+        self._rollout = object()
+        self.num_pending = 0
         self.sessions.end_all()
 
     def close(self) -> None:
-        """Close the tools, then the loop. A tool that cannot be closed is no reason to fail: the work is done."""
+        """Close the tools, then the loop. A tool that cannot be closed is only logged: the work is done."""
         self.sessions.unpark()
         self.sessions.end_all()
         for tool in self.tools.values():
@@ -172,4 +184,4 @@ class ToolRunner:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLOSE_TIMEOUT_S)
         self._loop.close()
-        self._pulse.set()  # the last one may have come too late
+        self._pulse.set()  # else `_watch` might wait for the last pulse, which the closed loop has not set

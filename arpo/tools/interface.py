@@ -1,4 +1,4 @@
-"""The interface of a tool: what a call gets, and what it returns."""
+"""The interface of a tool, with the context and the result of a call."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class ToolContext:
     turn: int
     """Index of the turn that the call ended."""
     seed: int = 0
-    """32 bits that depend on the run's seed, the step and the prompt: all trajectories of a group have the same, so
-    that they begin in the same world."""
+    """32 bits that depend on the run's seed, the step and the prompt. All trajectories of a group have the same seed,
+    so that they start in the same world."""
     row: Mapping[str, object] = field(default_factory=dict)
     """The prompt's columns of the data file (Prompt.meta)."""
     history: str = ""
-    """Digest of all calls that the tool's session has answered before, in order; "" before the first, and for a tool
-    without sessions. With the argument it is the key under which a result may be recorded."""
+    """Digest of all calls that the tool's session has answered before, in order; "" before the first call, and for a
+    tool without sessions. Together with the argument, it can be the key of a recorded result."""
 
     @property
     def owner(self) -> tuple[str, str]:
@@ -47,7 +47,7 @@ class ToolResult:
     """The outcome of a call."""
 
     text: str
-    """Text for the model, raw: escaping and truncation are the rollout's business, also of megabytes."""
+    """Text for the model. The rollout escapes and truncates it, even if it has megabytes."""
     ok: bool
     seconds: float = 0.0
     error_kind: str | None = None
@@ -55,13 +55,13 @@ class ToolResult:
     cost: float = 0.0
     """Price of the call, in the currency of tools.price_per_call."""
     infra_error: bool = False
-    """True where the failure is ours (backend down, sandbox broken) and not the model's."""
+    """True for an infrastructure error (backend down, sandbox broken), for which the model is not to blame."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Facts for a reward besides the text, in plain types (JSON): an environment's reward, say."""
+    """Facts for a reward beside the text, in the types of JSON: an environment's reward, say."""
     replayed: int = 0
-    """Calls of the trajectory that it branched from, run again to give this call its session."""
+    """Number of the parent's calls that were run again to give this call its session"""
     replay_mismatches: int = 0
-    """Those of them that answered otherwise than the first time."""
+    """Number of replayed calls with another answer than the first time"""
 
     def of(self, call: ToolCall) -> ToolCall:
         """Return the call with this outcome."""
@@ -72,11 +72,9 @@ class ToolResult:
 
 
 class Tool:
-    """Base class of a tool. `run` never raises for what the model wrote.
+    """Base class of a tool. A tool has its own deadline, retries and error texts.
 
-    A tool has its own deadline, its own retries, and its own texts for errors.
-
-    A class of a user's file need not derive from it: `with_defaults` adds what it lacks.
+    A class of a user's file need not derive from it: `with_defaults` adds what the class lacks.
     """
 
     tag: str
@@ -89,7 +87,10 @@ class Tool:
     """For a tool with state: makes the `Sessions` (arpo/tools/sessions.py) of all such tools of a run."""
 
     async def run(self, argument: str) -> ToolResult:
-        """Answer a call. May have a parameter `context` too, a ToolContext, and a tool with state has one `session`."""
+        """Answer a call. Never raises for a mistake of the model.
+
+        It may have a parameter `context`, a ToolContext. In a tool with state it has a parameter `session`, too.
+        """
         raise NotImplementedError
 
     def take_counts(self) -> Mapping[str, int]:
@@ -151,8 +152,10 @@ async def answer(
 
 
 def plain(result: ToolResult) -> ToolResult:
-    """Return a result in plain types, as dumps, records and tokenizers take them: NumPy's numbers become Python's, and
-    halves of characters become U+FFFD. Raises TypeError or ValueError for what has no such form."""
+    """Return the result in plain types, for dumps, records and tokenizers. Raises TypeError or ValueError.
+
+    NumPy's numbers become Python's, and halves of characters become U+FFFD.
+    """
     if not isinstance(result.text, str):
         raise TypeError(f"the text of a ToolResult must be str, not {type(result.text).__name__}")
     kind = result.error_kind
@@ -172,13 +175,14 @@ def plain(result: ToolResult) -> ToolResult:
 
 
 def _finite(value: Any) -> float:
-    if not math.isfinite(number := float(value)):
+    number = float(value)
+    if not math.isfinite(number):
         raise ValueError(f"a number of a ToolResult is {number}")
     return number
 
 
 def _plain_info(info: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return facts as JSON has them."""
+    """Return the facts in the types of JSON."""
     if not info:
         return {}
     if not isinstance(info, Mapping):
@@ -188,7 +192,7 @@ def _plain_info(info: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value that JSON does not have in a type that it has, for `json.dumps(default=)`. Raises TypeError."""
+    """Convert a value to a type of JSON, for `json.dumps(default=)`. Raises TypeError."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if isinstance(value, set | frozenset):

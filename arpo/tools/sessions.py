@@ -35,11 +35,11 @@ class Sessions:
     """Tools whose calls `call` answers, by tag."""
 
     async def call(self, tag: str, argument: str, context: ToolContext | None) -> ToolResult:
-        """Answer a call in its trajectory's session."""
+        """Answer a call in the session of its trajectory."""
         raise KeyError(tag)
 
     def refusal(self, tags: Iterable[str]) -> str:
-        """Return the tool, of those that a trajectory has called, whose session forbids it to branch; "" for none."""
+        """Return the first of these tools whose session must not branch; "" for none. `tags`: tools of a trajectory."""
         return ""
 
     def name_of(self, tag: str) -> str:
@@ -47,35 +47,35 @@ class Sessions:
         return tag
 
     def mark(self, owner: Owner, turn: int) -> None:
-        """A branch may begin at this turn: keep the state as it is now, before the trajectory's next call."""
+        """Keep a copy of the current state, before the trajectory's next call: a branch may begin at this turn."""
 
     def fork(self, owner: Owner, turn: int, child: Owner) -> None:
-        """`child` has branched from `owner`, and shares all turns before this one."""
+        """Note that `child` has branched from `owner`, and shares all turns before this one."""
 
     def retain(self, prompt_id: str, places: Iterable[tuple[int, str]]) -> None:
-        """Branches can begin at these (turn, trajectory_id) only: copies of others go."""
+        """Drop all copies but those at these (turn, trajectory_id): only there can branches still begin."""
 
     def end(self, owner: Owner) -> None:
-        """The trajectory has ended; close what it has open."""
+        """Close the sessions of a trajectory that has ended."""
 
     def forget(self, prompt_id: str) -> None:
-        """All trajectories of the prompt have ended, and none can branch any more."""
+        """Drop all copies of a prompt: its trajectories have ended, and none can branch any more."""
 
     def end_all(self) -> None:
-        """Give up calls that still run, and close everything. Blocks until that is done."""
+        """Cancel running calls, and close all sessions. Blocks until that is done."""
 
     def park(self) -> None:
-        """Set all sessions aside until `unpark`; their calls go on."""
+        """Set all sessions aside until `unpark`. Their calls continue."""
 
     def unpark(self) -> None:
-        """Take up what `park` has set aside, if there is anything."""
+        """Take up the sessions that `park` has set aside, if any."""
 
     def records(self) -> list[tuple[Owner, str, list[RecordedCall]]]:
-        """Return (trajectory, name, calls that it has answered) of all sessions, those that are parked, if any are."""
+        """Return (trajectory, name, answered calls) of all sessions; of the parked ones, if any are parked."""
         return []
 
     def restore(self, owner: Owner, name: str, calls: list[RecordedCall]) -> None:
-        """Give a trajectory a session that begins with a replay of these calls."""
+        """Give a trajectory a session. It starts with a replay of these calls."""
 
 
 class NoSessions(Sessions):

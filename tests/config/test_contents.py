@@ -3,7 +3,7 @@
 import subprocess
 
 from arpo.config import contents
-from arpo.config.contents import contents_of, start_of
+from arpo.config.contents import contents_of, provenance
 from arpo.start.load import load_config
 from evaluate import EvalConfig
 
@@ -15,17 +15,17 @@ def test_the_code_is_the_commit_of_a_checkout_and_says_whether_files_were_change
         return done.stdout.strip()
 
     monkeypatch.setattr(contents, "ROOT", tmp_path)
-    assert not start_of()["code"].startswith("commit")  # an installed package: no checkout, so its version
+    assert not provenance()["code"].startswith("commit")  # an installed package: no checkout, so its version
     (tmp_path / "file").write_text("1")
     git("init", "-q")
     git("add", "file")
     git("commit", "-q", "-m", "first")
     commit = git("rev-parse", "--short", "HEAD")
-    assert start_of()["code"] == f"commit {commit}"
+    assert provenance()["code"] == f"commit {commit}"
     (tmp_path / "file").write_text("2")
-    assert start_of()["code"] == f"commit {commit}-dirty"
+    assert provenance()["code"] == f"commit {commit}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))  # where git is not installed
-    assert not start_of()["code"].startswith("commit")
+    assert not provenance()["code"].startswith("commit")
 
 
 def test_a_long_text_is_no_file(tmp_path):
