@@ -37,7 +37,7 @@ asked_to_stop = threading.Event()
 
 
 def check_launch(environment: MutableMapping[str, str]) -> None:
-    """Raise UserError if only some of torchrun's variables are set (by a scheduler, say). No RANK: a run of one process."""
+    """Raise UserError if only some of torchrun's variables are set (by a scheduler, say). No RANK: one process."""
     rank = environment.get("RANK", "")
     if not rank:
         environment.pop("RANK", None)
