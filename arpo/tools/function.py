@@ -17,17 +17,18 @@ from arpo.protocol.schema import arguments_of
 from arpo.tools.interface import Tool, ToolResult, plain_value
 
 MAX_CONCURRENT = 32
-"""Most calls of one function that run at the same time; the others wait, which does not count against the deadline."""
+"""Limit on the calls of one function that run at a time. Waiting for a turn does not count against the deadline."""
 
 
 class FunctionTool(Tool):
-    """Calls a function with the arguments that the model wrote. What it returns, or raises, the model reads as text.
+    """Calls a function with the model's arguments. The model reads the returned value, or the exception, as text.
 
-    A coroutine function runs on the loop of the tools, any other in a thread, which nothing ends after the deadline.
+    A coroutine function runs on the loop of the tools. Any other function runs in a thread, which goes on after the
+    deadline: nothing can end it.
     """
 
     def __init__(self, function: Callable[..., Any], *, deadline_s: float = 30.0):
-        """Raises UserError for a function whose types or docstring do not say what it takes, and for a generator."""
+        """Raises UserError for a generator, and if types or docstring do not describe the parameters."""
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise UserError(f"tools.names: {function.__name__} yields its result; return it, as a text or a list")
         self.schema = schema_of(function)
@@ -37,7 +38,7 @@ class FunctionTool(Tool):
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def run(self, argument: str) -> ToolResult:
-        """Answer a call. Only a UserError of the function, which says that the run cannot go on, is raised."""
+        """Answer a call. Raises only the function's own UserError, which says that the run cannot go on."""
         arguments = arguments_of(self.schema, argument)
         if isinstance(arguments, str):
             return ToolResult(arguments, ok=False, error_kind="bad_arguments")
@@ -62,7 +63,7 @@ class FunctionTool(Tool):
 
 
 def _text_of(value: Any) -> str:
-    """Return what a function returned as the text that the model reads."""
+    """Return a function's value as the text for the model."""
     if value is None:
         return "(no output)"
     if isinstance(value, bytes):
@@ -71,7 +72,7 @@ def _text_of(value: Any) -> str:
 
 
 def _plain_or_text(value: Any) -> Any:
-    if isinstance(value, Iterator | AsyncIterator):  # whose text says nothing but where it lies in memory
+    if isinstance(value, Iterator | AsyncIterator):  # its text would be an address in memory
         raise TypeError(f"the function returned a {type(value).__name__}; it must return what that yields")
     try:
         return plain_value(value)
@@ -80,8 +81,10 @@ def _plain_or_text(value: Any) -> Any:
 
 
 async def on_thread(name: str, work: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what `work` returns, or raise what it raises, in a thread of its own. One that hangs cannot be ended, but
-    does not keep the run from ending, as one of asyncio's would."""
+    """Call `work` in a new thread, and return its value or raise its exception.
+
+    A thread that hangs cannot be ended. But it does not keep the run from ending, as a thread of asyncio's pool would.
+    """
     answer: Future[Any] = Future()
 
     def run() -> None:

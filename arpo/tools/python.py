@@ -1,4 +1,4 @@
-"""The <python> tool: the model's code in a jail, its output or its error as text for the model to read."""
+"""The <python> tool. It runs the model's code in a jail, and returns output or error as text for the model."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ path = os.path.join(matplotlib.get_cachedir(), f"fontlist-v{FontManager.__versio
 with open(path, "rb") as file:
     print(os.path.relpath(path, os.environ["HOME"]), base64.b64encode(zlib.compress(file.read())).decode())
 """
-"""Prints the name and the content of the file in which matplotlib keeps what it has found."""
+"""Prints the name and the content of the file in which matplotlib keeps its list of fonts."""
 STDERR = "\n[stderr]\n"
 OVERWRITTEN = re.compile(r"[^\n]*\r(?!\n)")
-"""What a progress bar has written before its last state."""
+"""The earlier states of a progress bar, which its last state has overwritten."""
 MAX_STDERR_CHARS = 1000
-"""Most that is shown of the stderr of a call that succeeded: warnings, and what is logged."""
+"""Limit on the shown stderr of a call that succeeded: warnings and lines of logs."""
 MAX_OUTPUT_CHARS = 8192
-"""Longest result; what is over is cut, with a mark."""
+"""Longest result. A longer one is cut, with a mark."""
 
 
 class PythonTool(Tool):
-    """Runs code as a notebook cell without memory, and shows what it prints and the value of a last bare expression.
+    """Runs code like a notebook cell without memory: it shows the output, and the value of a last bare expression.
 
-    Two calls share nothing; the same code gives the same text (hash seed, `random` and NumPy are seeded, TZ is UTC).
+    Two calls share nothing. The same code gives the same text: hash seed, `random` and NumPy are seeded, TZ is UTC.
     """
 
     tag = "python"
@@ -61,8 +61,10 @@ class PythonTool(Tool):
     )
 
     def __init__(self, cfg: PythonConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
-        """Starts the host. Raises UserError where this machine allows no isolation (or not `tier`, for tests), and for
-        limits and interpreters that cannot be used."""
+        """Start the host. Raises UserError if isolation is impossible here, and for unusable limits or interpreters.
+
+        `tier`: for tests, the only tier that is tried.
+        """
         self.cfg = cfg
         try:
             self.interpreter = named_interpreter(cfg.interpreter) if cfg.interpreter else None

@@ -1,4 +1,4 @@
-"""The rows of a cache: a question's key, and its answer, compressed."""
+"""The rows of a cache: the key of a question, and the compressed answer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ FORMAT = 1
 MAX_QUERY_CHARS = 512
 MAX_ENTRY_BYTES = 16 << 20
 NO_RESULTS = "No search results found."
-"""The answer where nothing matches, as in the released cache."""
-PAGE, SUMMARY = "page", "summary"
-"""Backends of what was recorded besides searches."""
+"""The answer to a query without hits, as in the released cache."""
+PAGE = "page"
+SUMMARY = "summary"
+"""Backend of a recorded page, and of a recorded summary. Other rows have the backend of their search."""
 Row = tuple[bytes, str, str, bytes, bool, float]
-"""Key, backend, clean query, value (the compressed query and text), whether nothing was found, time of recording."""
+"""Key, backend, clean query, value (query and text, compressed), True for an answer without hits, time of recording."""
 
 
 def clean_text(text: str) -> str:
@@ -39,22 +40,22 @@ def clean_query(argument: str) -> str:
 
 
 def cache_key(backend: str, params: dict[str, object], query: str) -> bytes:
-    """Return a hash of a question; `params` holds all that changes the backend's answer to it."""
+    """Return the hash of a question. `params`: all settings that change the backend's answer."""
     return hashlib.sha256(json.dumps([FORMAT, backend, params, query], sort_keys=True).encode()).digest()
 
 
 def make_row(key: bytes, backend: str, query: str, text: str) -> Row:
-    """Return the row of an answer that is recorded now."""
+    """Return the row that records this answer now."""
     value = zlib.compress(json.dumps({"query": query, "text": text}).encode())
     return key, backend, clean_query(query), value, text == NO_RESULTS, time.time()
 
 
 class DamagedEntry(Exception):
-    """The value of a row is not as it was written; its checksum does not hold."""
+    """The value of a row was damaged after it was written: its checksum is wrong."""
 
 
 def unpack(value: bytes) -> tuple[str, str]:
-    """Return the query, as it was recorded, and the text in a row's value. Raises DamagedEntry."""
+    """Return the recorded query and the text in a row's value. Raises DamagedEntry."""
     try:
         entry = parse_json(inflate(value, MAX_ENTRY_BYTES))
         query, text = entry["query"], entry["text"]

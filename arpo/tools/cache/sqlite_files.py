@@ -1,4 +1,4 @@
-"""Folders for the files that the tools build, and a lock for building them."""
+"""Folders for the files that tools build, and a lock for building them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NETWORK_FILESYSTEMS = {
     0x47504653: "GPFS",
     0x01021997: "9P",
 }
-"""Names by statfs magic. A write-ahead log needs memory shared by all its users, which no network file system has."""
+"""Names by statfs magic. A write-ahead log needs memory that its users share, which no network file system offers."""
 
 
 def network_filesystem(folder: Path) -> str | None:
@@ -33,7 +33,7 @@ def network_filesystem(folder: Path) -> str | None:
 
 
 def derived_paths(source: Path, suffix: str) -> list[Path]:
-    """Return the places of a file made from `source`: beside it, in the user's cache folder, in the temporary folder.
+    """Return paths for a file made from `source`: beside it, in the user's cache folder, in the temporary folder.
 
     data/corpus.jsonl -> data/corpus.jsonl.tantivy, ~/.cache/arpo/corpus.jsonl.1f0c9a64.tantivy, ...
     """
@@ -42,23 +42,23 @@ def derived_paths(source: Path, suffix: str) -> list[Path]:
     temporary = Path(tempfile.gettempdir())
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME", temporary)) / ".cache")
     folders = [cache_home / "arpo", temporary / f"arpo-{os.getuid()}"]
-    return [source.with_name(source.name + suffix), *(folder / name for folder in folders if _is_mine(folder))]
+    return [source.with_name(source.name + suffix), *(folder / name for folder in folders if _is_users(folder))]
 
 
 def first_writable(paths: list[Path], *, local: bool = False) -> Path:
-    """Return the first path whose folder takes files (and is on a local disk, if `local`). Raises OSError for none."""
+    """Return the first path with a writable folder (on a local disk, if `local`). Raises OSError if there is none."""
     for path in paths:
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Tried, since permission bits say little on read-only mounts and for root.
+            # A file is made, since permission bits say little for root and on read-only mounts.
             tempfile.TemporaryFile(dir=path.parent).close()
             if not (local and network_filesystem(path.parent)):
                 return path
     raise OSError(f"no folder takes {paths[0].name}; set XDG_CACHE_HOME to a writable local folder")
 
 
-def _is_mine(folder: Path) -> bool:
-    """Return False for a stranger's folder: names in /tmp can be guessed, and a planted file would be read."""
+def _is_users(folder: Path) -> bool:
+    """Return False for another user's folder: names in /tmp can be guessed, and a planted file would be read."""
     try:
         return folder.stat().st_uid == os.getuid()
     except OSError as error:
@@ -67,7 +67,7 @@ def _is_mine(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def lock_of(path: Path) -> Iterator[None]:
-    """Let one process at a time in for `path`. Raises OSError where the file system has no locks."""
+    """Run the block in one process at a time for `path`. Raises OSError if the file system has no locks."""
     with path.with_name(path.name + ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

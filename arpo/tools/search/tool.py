@@ -31,13 +31,13 @@ NOT_RECORDED = "Error: there is no recorded result for this query. Try other wor
 
 
 class Backend(Protocol):
-    """Answers clean queries. TimeoutError and OSError mean that it is down, whatever the query was."""
+    """Answers clean queries. It raises TimeoutError or OSError if the service is down, never because of the query."""
 
     params: dict[str, object]
-    """Everything but the query that changes an answer; part of the cache key."""
+    """All settings that change an answer. They are a part of the cache key."""
 
     async def search(self, query: str) -> str:
-        """Return the text for the model; NO_RESULTS where nothing matches."""
+        """Return the text for the model; NO_RESULTS for a query without hits."""
 
     async def aclose(self) -> None: ...
 
@@ -46,14 +46,15 @@ class LocalBackend:
     """BM25 over the user's own corpus."""
 
     def __init__(self, cfg: SearchConfig):
-        """Builds the index if need be, which may take a while. Raises UserError for a corpus that cannot be used."""
-        self.top_k, self.deadline_s = cfg.num_passages, cfg.deadline_s
+        """Build the index if it is missing, which may take long. Raises UserError for an unusable corpus."""
+        self.top_k = cfg.num_passages
+        self.deadline_s = cfg.deadline_s
         self.index = Bm25Index(cfg.corpus)
         self.params = {
             "corpus_sha256": self.index.corpus_sha256,
             "top_k": cfg.num_passages,
             "max_passage_chars": MAX_PASSAGE_CHARS,
-            "index": f"tantivy {FORMAT}",  # what an index of another kind has found is asked again
+            "index": f"tantivy {FORMAT}",  # answers of another kind of index are not reused
         }
 
     async def search(self, query: str) -> str:
@@ -66,11 +67,11 @@ class LocalBackend:
 
 
 BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {"local": LocalBackend} | dict.fromkeys(SERVICES, HttpBackend)
-"""Class of each backend, by name. `replay` is none of them: it has nothing but the cache."""
+"""Class of each backend, by name. `replay` has no class: it only reads the cache."""
 
 
 def check_search(cfg: SearchConfig) -> None:
-    """Raise UserError for settings with which nothing can be searched, before anything is opened or asked."""
+    """Raise UserError for settings that cannot search, before any file is opened or any service asked."""
     if cfg.mode == "live" and cfg.backend == "replay":
         raise UserError("tools.search.mode live ignores the cache; backend replay has nothing else; set mode replay")
     if cfg.replays and not cfg.cache:
@@ -96,7 +97,7 @@ class SearchTool(Tool):
     schema = text_schema("search", "Search, and show the passages found.", "query", "What to look for.")
 
     def __init__(self, cfg: SearchConfig):
-        """Raises UserError for a config that cannot work, or a cache or corpus that cannot be used."""
+        """Raises UserError for a config that cannot work, and for an unusable cache or corpus."""
         check_search(cfg)
         self.cfg = cfg
         self.cache = open_cache(cfg.cache, read_only=cfg.replays) if cfg.cache and cfg.mode != "live" else None
@@ -106,7 +107,7 @@ class SearchTool(Tool):
         self._in_flight: dict[str, asyncio.Task[ToolResult]] = {}
 
     async def run(self, argument: str) -> ToolResult:
-        """Answer a query. Raises UserError, to end the run, when `replay_strict` misses or a replay's cache breaks."""
+        """Answer a query. Raises UserError, to end the run, if `replay_strict` misses or a replayed cache is damaged."""
         query = clean_query(argument)
         if not query:
             return ToolResult(EMPTY_QUERY, ok=False, error_kind="empty_query")
@@ -115,12 +116,14 @@ class SearchTool(Tool):
             task = self._in_flight[query] = asyncio.create_task(self._answer(query))
             task.add_done_callback(lambda _: self._in_flight.pop(query))
         result = await asyncio.shield(self._in_flight[query])
-        return replace(result, cached=True) if joins and result.ok else result  # nobody was asked, nobody is paid
+        # A call that joined another one asked nobody, so it counts as cached and costs nothing.
+        return replace(result, cached=True) if joins and result.ok else result
 
     async def _answer(self, query: str) -> ToolResult:
         if self.cache:
             read = partial(self.cache.get, self._key(query)) if self.backend else self.cache.get_any
-            if (recorded := await asyncio.to_thread(read, query)) is not None:
+            recorded = await asyncio.to_thread(read, query)
+            if recorded is not None:
                 return ToolResult(recorded, ok=True, cached=True)
         if self.cfg.replays:
             if self.cfg.mode == "replay_strict":
@@ -132,7 +135,7 @@ class SearchTool(Tool):
             message = f"Error: search gave no answer within {self.cfg.deadline_s:g} s."
             return ToolResult(message, ok=False, error_kind="timeout", infra_error=True)
         except OSError as error:
-            if not isinstance(error, BreakerOpen):  # that was said once, when it opened
+            if not isinstance(error, BreakerOpen):  # the log had one line when the breaker opened
                 logger.warning("search failed: %s", error)
             return ToolResult(UNAVAILABLE, ok=False, error_kind="unavailable", infra_error=True)
         if self.cache:
@@ -143,7 +146,7 @@ class SearchTool(Tool):
         return cache_key(self.cfg.backend, self.backend.params, query)
 
     async def aclose(self) -> None:
-        """Wait for calls in flight, then close all. Safe to call twice."""
+        """Wait for running calls, then close everything. Safe to call twice."""
         await asyncio.gather(*self._in_flight.values(), return_exceptions=True)
         if self.backend:
             await self.backend.aclose()
