@@ -1,4 +1,4 @@
-"""The trainer's side: it starts a host in the best tier there is, tests its jail, and replaces it if it is lost."""
+"""The trainer's side. It starts a host in the best available tier, tests its jail, and replaces a lost host."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from .selftest import leaks_of
 ISOLATING: tuple[Tier, ...] = ("namespaces", "landlock")
 """The tiers that isolate, the best first."""
 GRACE_S = 10.0
-"""Seconds of a supervisor's silence, at its start or beyond its wall limit, after which the host counts as stuck."""
+"""A host counts as stuck if its supervisor is silent for so many seconds at its start, or beyond its wall limit."""
 PATIENCE_S = (0.1, 1.0, 5.0, 0.0)
-"""Seconds that each try of a call waits, after a connection that just ended, for the host's end: its other processes
-die after it, one by one. A call may be repeated, since code in the jail has no effect outside of it."""
+"""Seconds that each try of a call waits for the host's end, after a connection that just ended: the processes of a host
+die one by one. A call may be repeated, since code in the jail has no effect outside."""
 LIMITS = {
     "namespaces": "exact limits: wall time, files, processes, each one's memory and CPU time; polled: their sums",
     "one process": "exact limits: wall time, files, threads, memory, CPU time",
     "landlock": "exact limits: wall time, memory, CPU time; polled: files and threads",
     "none": "exact limits: wall time, the first process's memory and CPU time; polled: its files and threads",
 }
-"""The words with which a start announces each tier's limits; one process: namespaces without a /proc. A limit that is
-polled may be passed for as long as a poll takes (50 ms)."""
+"""Words for each tier's limits in the line of a start. "one process": namespaces without a /proc. A polled limit may be
+exceeded for as long as a poll takes (50 ms)."""
 LIMITS_OF_CGROUPS = {
     "namespaces": "exact limits: wall time, files, processes, memory of all (by cgroup); polled: CPU time (by cgroup)",
     "one process": LIMITS["one process"],
     "landlock": "exact limits: wall time, threads, memory (by cgroup), CPU time; polled: files",
     "none": "exact limits: wall time, processes, memory of all (by cgroup); polled: files, CPU time (by cgroup)",
 }
-"""The same where each call has a cgroup: no memory and no CPU time is overlooked there."""
+"""The same with a cgroup for each call, which overlooks no memory and no CPU time."""
 NOT_HELD = {
     "namespaces": "not held: locks of the system's files, by which calls at the same time may signal to each other",
     "landlock": "not held: which files exist, their sizes and times; locks, by which calls may signal to each other",
 }
-"""What a tier that isolates leaves open, for the same line."""
+"""Holes that an isolating tier leaves, for the same line."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -58,15 +58,22 @@ class Sandbox:
         grace_s: float = GRACE_S,
         cgroup: str = "auto",
     ):
-        """Start the host in `tier`, or in the best that this machine allows. cgroup: see PythonConfig. Raises
-        SandboxUnavailable."""
-        self.limits, self.interpreter, self.grace_s, self.num_restarts = limits, interpreter, grace_s, 0
+        """Start the host in `tier`, or in the best one that this machine allows. Raises SandboxUnavailable.
+
+        `cgroup`: see PythonConfig.
+        """
+        self.limits = limits
+        self.interpreter = interpreter
+        self.grace_s = grace_s
+        self.num_restarts = 0
         self._lock = threading.Lock()
-        self._closed = self._has_started = False
+        self._closed = False
+        self._has_started = False
         self._removals: list[threading.Thread] = []
-        """Removals of the files of lost hosts."""
-        self._cgroup, self.no_cgroup = cgroup, "switched off" if cgroup == "none" else ""
-        """The setting, and the reason why there is no cgroup; empty: there is one, or it has not been tried."""
+        """Threads that remove the files of lost hosts."""
+        self._cgroup = cgroup
+        self.no_cgroup = "switched off" if cgroup == "none" else ""
+        """Reason why there is no cgroup; "" if there is one, or if none has been tried."""
         reasons: list[str] = []
         for candidate in (tier,) if tier else (*ISOLATING, "none") if allow_unsafe else ISOLATING:
             try:
@@ -80,7 +87,7 @@ class Sandbox:
         self._announce(reasons)
 
     def _start(self, tier: Tier) -> HostProcess:
-        """Start a host, in a cgroup where there can be one. After the first start only if that one had one too."""
+        """Start a host, in a cgroup if possible. A later host gets one only if the first one had one."""
         if self.no_cgroup:
             return self._start_in(tier, None)
         try:
@@ -88,12 +95,12 @@ class Sandbox:
         except (OSError, ValueError, SandboxUnavailable) as error:
             if self._cgroup != "auto" or self._has_started:
                 raise SandboxUnavailable(f"cgroup: {error}") from error
-            host = self._start_in(tier, None)  # raises where the cgroup was not to blame
+            host = self._start_in(tier, None)  # raises if the cgroup was not to blame
             self.no_cgroup = str(error)
             return host
 
     def _start_in(self, tier: Tier, cgroup: HostFolder | None) -> HostProcess:
-        """Start a host and test its jail. A jail that leaks is worse than none: everybody would trust it."""
+        """Start a host and test its jail. A leaking jail is worse than none, since it is trusted."""
         host = HostProcess(tier, self.limits, self.interpreter, cgroup)
         if tier == "none":
             return host
@@ -108,12 +115,17 @@ class Sandbox:
         return host
 
     def run(self, code: str) -> wire.Reply:
-        """Run code, and wait for its end. Never raises: a call that fails repeatedly, and not because of its code, has
-        the status sandbox_error."""
+        """Run code, and wait for its end. Never raises.
+
+        A call that fails repeatedly, and not because of its code, has the status sandbox_error.
+        """
         return self.attempt(lambda host: host.call(code, self.limits.wall_s, self.grace_s))
 
     def attempt(self, action: Callable[[HostProcess], T]) -> T | wire.Reply:
-        """Return what the action makes of the host, a new one where that is lost; or a sandbox_error. Never raises."""
+        """Call the action with the host, or with a new one if that is lost. Return its value, or a sandbox_error.
+
+        Never raises.
+        """
         error: Exception | None = None
         for patience_s in PATIENCE_S:
             host = self.host
@@ -139,7 +151,7 @@ class Sandbox:
             lost.kill()
             self.host = self._start(self.tier)  # never in a lower tier than was announced
             self.num_restarts += 1
-            # beside the calls, which wait for the new host only
+            # in a thread, since the calls need not wait for this
             removal = threading.Thread(target=lost.remove_files, name="arpo-python-remove")
             removal.start()
             self._removals = [thread for thread in self._removals if thread.is_alive()] + [removal]
@@ -155,7 +167,7 @@ class Sandbox:
                 removal.join()
 
     def _announce(self, refused: list[str]) -> None:
-        """Log the tier in one line; a warning if it is less than the best."""
+        """Log the tier in one line: as a warning, unless it is the best one."""
         lacks = {
             "none": "NO isolation, model-written code runs as this user",
             "landlock": "sandboxed by Landlock and seccomp, without namespaces",

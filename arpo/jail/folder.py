@@ -1,4 +1,4 @@
-"""Tier C, only if the user accepts it: rlimits and a folder to work in. No isolation; Landlock builds on it."""
+"""Tier C, only if the user accepts it: rlimits and a work folder, without isolation. Landlock builds on it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class FolderJail:
 
     tier = "none"
     has_proc = True
-    """True where /proc shows a call's processes. Without it their memory cannot be summed up: there may be only one."""
+    """True if /proc shows the processes of a call. Without it their memory is unknown, so there may be only one."""
     cgroup: HostCgroup | None = None
-    """The cgroup below which each call gets its own; None: limits on sums are polled."""
+    """Parent of the calls' cgroups; None: limits on sums are polled."""
     sessions: ModuleType | None = None
     """The package of CallLimits.sessions."""
 
@@ -30,13 +30,13 @@ class FolderJail:
         self.limits = limits
         # not in /dev/shm: Docker gives it 64 MB, and the trainer's NCCL and data loaders live there
         self.base: str | None = tempfile.mkdtemp(prefix="arpo-python-")
-        """The folder on this machine that holds those of the calls; None: all of that goes with a call's namespaces."""
+        """Folder that holds the folders of the calls; None: these disappear with a call's namespaces."""
         os.chmod(self.base, 0o711)
         self.worker_uid: int | None = None
         self._zygote = os.getpid()
 
     def fork(self) -> int:
-        """Fork a supervisor (called in the zygote). Whatever it leaves behind must not outlive it."""
+        """Fork a supervisor (called in the zygote). It dies with the zygote."""
         pid = os.fork()
         if pid == 0:
             kernel.die_with(self._zygote)
@@ -50,7 +50,7 @@ class FolderJail:
         return scratch
 
     def confine(self, scratch: str) -> None:
-        """Give up everything else, and die with the supervisor (called in the worker, just before the model's code)."""
+        """Confine this process, and let it die with the supervisor (called in the worker, before the model's code)."""
         supervisor = os.getppid()
         if self.worker_uid is not None:
             os.setgroups([])
@@ -63,13 +63,14 @@ class FolderJail:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
     def processes(self, worker: int) -> list[int]:
-        """Return the processes of the call whose use is summed up (called in the supervisor)."""
+        """Return the processes of the call, whose use is summed (called in the supervisor)."""
         return [worker]
 
     def is_over_quota(self, worker: int, scratch: str) -> bool:
-        """Return whether the call's files are too many, too large or too deep (called in the supervisor, between
-        polls). They are counted, as no tmpfs limits them here, so a call may overshoot by what it writes between two
-        polls."""
+        """Return whether the call's files are too many, too large or too deep (called in the supervisor).
+
+        They are counted, since no tmpfs limits them here. So a call may exceed the limit between two polls.
+        """
         with kernel.file_user(self.worker_uid):
             removed = nameless_bytes(worker, scratch, self.limits.max_file_bytes)
         kernel.die_with(self._zygote)  # looking as another user has cleared that

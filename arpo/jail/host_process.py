@@ -22,17 +22,17 @@ from .trees import remove_tree
 
 Tier = Literal["namespaces", "landlock", "none"]
 BOOT = "import sys; sys.path[0] = sys.argv[1]; import jail.host; del sys.path[0]; jail.host.main(int(sys.argv[2]))"
-"""The host's first code. It replaces the first entry of sys.path, the current folder: Python 3.9 has no -P."""
+"""The first code of the host. It replaces the first entry of sys.path, the current folder: Python 3.9 has no -P."""
 START_TIMEOUT_S = 120.0
-"""Seconds for a start, in which numpy and sympy may come from a cold network file system."""
+"""Seconds for a start: numpy and sympy may come from a cold network file system."""
 
 
 class SandboxUnavailable(Exception):
-    """Raised, with the reason, if no host can be started."""
+    """Raised if no host can be started. The message is the reason."""
 
 
 class HostProcess:
-    """One jailed host, spawned fresh: a fork would take the trainer's memory, threads and files into the jail."""
+    """One jailed host. It is spawned, since a fork would take the trainer's memory, threads and files into the jail."""
 
     def __init__(
         self,
@@ -41,14 +41,16 @@ class HostProcess:
         interpreter: Interpreter | None = None,
         cgroup: HostFolder | None = None,
     ):
-        """Start on this Python, or on `interpreter`, in `cgroup`, which is removed with the host's files. Raises
-        SandboxUnavailable if this tier is not allowed."""
+        """Start on `interpreter` (None: this Python). Raises SandboxUnavailable if the machine does not allow the tier.
+
+        `cgroup`: the host's cgroup, which is removed with the host's files.
+        """
         interpreter = interpreter or own_interpreter()
         self.base: str | None = None
         self._cgroup = cgroup
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # No -E: PYTHONHASHSEED must count, and the environment is ours. -S: a .pth file (an editable install, say) runs
-        # code and shows the repository; -s: no user site; -B: writes nothing.
+        # Without -E, since PYTHONHASHSEED must count. -S: a .pth file (of an editable install, say) would run code and
+        # show the repository. -s: no user site. -B: write nothing.
         command = [interpreter.executable, "-s", "-S", "-B", "-c", BOOT, PACKAGE_PARENT, str(theirs.fileno())]
         with tempfile.TemporaryFile() as stderr:
             self._process = subprocess.Popen(
@@ -71,7 +73,7 @@ class HostProcess:
             self.remove_files()
             raise SandboxUnavailable(str(answer.get("refused") or " ".join(last_words) or "the host died at its start"))
         self.has_proc: bool = answer["has_proc"]
-        """True where the jail has a /proc; without it, code may not start processes."""
+        """True if the jail has a /proc. Without it, code may not start processes."""
 
     def _introduce(self, tier: Tier, limits: CallLimits, interpreter: Interpreter) -> dict:
         settings = {"tier": tier, "limits": asdict(limits), "trainer_pid": os.getpid(), **asdict(interpreter)}
@@ -90,13 +92,16 @@ class HostProcess:
         return self._process.pid
 
     def call(self, code: str, wall_s: float, grace_s: float) -> wire.Reply:
-        """Run code in a fork that has run nothing else. Raises OSError (TimeoutError: the host or the call is stuck),
-        EOFError if the fork was lost, ValueError for a reply that makes no sense."""
+        """Run code in a fork that has run nothing else.
+
+        Raises OSError (TimeoutError: the host or the call is stuck), EOFError if the fork was lost, and ValueError for
+        an unreadable reply.
+        """
         with self.connect(grace_s) as conn:
-            return wire.call(conn, code, wall_s + grace_s)  # a net below the supervisor, who answers earlier than that
+            return wire.call(conn, code, wall_s + grace_s)  # the supervisor itself should answer earlier
 
     def connect(self, grace_s: float) -> socket.socket:
-        """Return a connection to a supervisor that has no call yet. Raises OSError."""
+        """Return a connection to a supervisor that waits for a call. Raises OSError."""
         ours, theirs = socket.socketpair()
         ours.settimeout(grace_s)
         try:
@@ -109,7 +114,7 @@ class HostProcess:
         return ours
 
     def is_gone(self, patience_s: float = 0.0) -> bool:
-        """Return whether the process has ended, or has closed its connection, waiting so long for that."""
+        """Return whether the process has ended or closed its connection. Wait for that up to `patience_s`."""
         if self._process.poll() is not None or self._control.fileno() < 0:
             return True
         poller = select.poll()
@@ -117,7 +122,7 @@ class HostProcess:
         return bool(poller.poll(1000 * patience_s))
 
     def kill(self) -> None:
-        """End the process and the calls in it. What they wrote stays until `remove_files`."""
+        """End the process and its calls. Their files stay until `remove_files`."""
         self._control.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The Python that the host runs on, the trainer's own or one that the user names, and the packages it may import."""
+"""The Python that the host runs on (the trainer's, or one that the user names), and the packages that it may import."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from .host import ENVIRONMENT
 
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[1])
-"""Folder that is on the host's path while it imports this package, as `jail`."""
+"""Folder on the host's sys.path while it imports this package, as `jail`"""
 OLDEST = (3, 9)
 ANSWER_TIMEOUT_S = 60.0
-# Even the oldest Python understands this, so that what it is told to the user is its version and not a syntax error.
+# Even the oldest Python can run this, so that the user is told its version and not a syntax error.
 _ASK = """
 import json, sys
 facts = {"version": list(sys.version_info[:3]), "path": sys.path, "prefixes": [sys.prefix, sys.exec_prefix]}
@@ -34,7 +34,7 @@ class Interpreter:
     executable: str
     version: str
     import_paths: tuple[str, ...]
-    """Folders of installed packages. They are not all of sys.path: an editable install would show the repository."""
+    """Folders of installed packages, not all of sys.path: an editable install would show the repository."""
     prefixes: tuple[str, ...]
 
 
@@ -43,7 +43,7 @@ def own_interpreter() -> Interpreter:
 
 
 def named_interpreter(executable: str) -> Interpreter:
-    """Return the Python of another environment. Raises ValueError, with the reason, if it cannot run a host."""
+    """Return the Python of another environment. Raises ValueError with the reason if it cannot run a host."""
     path = os.path.abspath(os.path.expanduser(executable))  # not resolved: a venv is known by its link's place
     if not os.path.isfile(path):
         raise ValueError("there is no such file; name the environment's bin/python")

@@ -1,5 +1,7 @@
-"""Tier B, for machines that allow no namespaces (Docker's default profile): Landlock (Linux 5.13) restricts files, and
-the filter the rest. One process per call; files are readable only below the interpreter, writable only in its folder.
+"""Tier B, for machines that allow no namespaces (Docker's default profile).
+
+Landlock (Linux 5.13) restricts files, and the seccomp filter all else. A call has one process. It can read only the
+interpreter's files, and write only in its folder.
 """
 
 from __future__ import annotations
@@ -49,8 +51,10 @@ class LandlockJail(FolderJail):
 
 
 def restrict_files(readable: list[str], scratch: str | None = None) -> None:
-    """Allow this process no files but to read those and to write below `scratch`, no TCP (ABI 4), and no signals and
-    abstract sockets to the outside (ABI 6). Raises OSError."""
+    """Let this process only read these files and write below `scratch`. Raises OSError.
+
+    ABI 4 of Landlock also forbids TCP. ABI 6 also forbids signals and abstract sockets to other processes.
+    """
     abi = newest_abi()
     everything = ALL_OF_ABI_1
     for since, right in ((2, REFER), (3, TRUNCATE), (5, IOCTL_DEVICE)):
@@ -72,7 +76,7 @@ def restrict_files(readable: list[str], scratch: str | None = None) -> None:
 
 
 def newest_abi() -> int:
-    """Return the version of the kernel's Landlock. Raises OSError if it has none, or forbids it."""
+    """Return the version of Landlock's interface. Raises OSError if the kernel has no Landlock, or forbids it."""
     return _landlock(CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
 
 
@@ -94,5 +98,5 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def _is_open_to_all(path: str) -> bool:
-    """Return whether any user may enter and list that folder and those above it."""
+    """Return whether any user may enter and list the folder and all its parents."""
     return all(os.stat(folder).st_mode & 0o005 == 0o005 for folder in (path, *Path(path).parents))

@@ -1,4 +1,4 @@
-"""The limits of one call, and the part of them that the kernel enforces."""
+"""The limits of one call. `set_rlimits` sets those that the kernel enforces."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import resource
 from dataclasses import dataclass
 
 NICE = 5
-"""Niceness of the code's processes, so that the supervisors, which must stop them, come first."""
+"""Niceness of the code's processes. The supervisors, which must stop them, are run first."""
 BUSY_NICE = 10
 """Niceness of a call that has computed for a while. With 19 it would hardly run beside a busy trainer."""
 MAX_FAMILY = 32
-"""Most sessions that are forked from one another; they are processes of one user namespace. More are replayed."""
+"""Limit on the sessions forked from one another, which share a user namespace. Further sessions are replayed."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +20,20 @@ class CallLimits:
     cpu_s: float = 10.0
     """CPU time, summed over the processes of the call."""
     memory_bytes: int = 1 << 30
-    """Limit of each process, enforced by the kernel, and of their sum, enforced by the supervisor."""
+    """Limit of each process (the kernel enforces it) and of their sum (the supervisor enforces it)."""
     max_processes: int = 32
-    """Largest number of processes and threads together."""
+    """Limit on processes and threads together"""
     max_open_files: int = 128
     max_file_bytes: int = 32 << 20
     scratch_bytes: int = 64 << 20
     """Largest total size of the call's files."""
     scratch_inodes: int = 4096
     scratch_depth: int = 64
-    """Most folders within each other, where they are counted and no tmpfs limits them."""
+    """Limit on nested folders, in the tiers that count files"""
     kept_output_bytes: int = 64 << 10
-    """Number of bytes kept of each output stream; the rest is cut out of the middle."""
+    """Bytes kept of each output stream. The middle of a longer one is cut out."""
     max_output_bytes: int = 8 << 20
-    """Number of bytes on both streams together above which the call ends."""
+    """Bytes of both streams together. The call ends above it."""
     sessions: str = ""
     """Folder of a package whose modules let a worker live on between calls, in a session; empty: a worker serves one
     call. The host imports it before it is jailed, and calls two functions of it: `family.serve(spare, conn,
@@ -44,8 +44,10 @@ class CallLimits:
 
 
 def set_rlimits(limits: CallLimits, *, count_processes: bool) -> None:
-    """Set the limits that the kernel enforces, for this process and its children. count_processes: only in a user
-    namespace of its own; elsewhere the kernel counts all processes of the user on the machine."""
+    """Set the limits that the kernel enforces, for this process and its children.
+
+    `count_processes` needs a user namespace. Elsewhere the kernel counts all processes of the user on the machine.
+    """
     cpu_s = math.ceil(max(limits.cpu_s, limits.session_cpu_s))
     # RLIMIT_DATA is what makes allocations fail. The address space is larger: libraries and thread stacks are in it.
     address_space = limits.memory_bytes + (2 << 30)

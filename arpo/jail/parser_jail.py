@@ -1,7 +1,7 @@
-"""The jail of our own workers that parse what strangers wrote (web pages, the answers of a policy).
+"""The jail of a child process that parses what strangers wrote (web pages, answers of a policy, chat templates).
 
-They run no code of a stranger's unless a parser has a hole. Then it finds a process without keys, network, children and
-files to write, that can read nothing but the interpreter.
+A stranger's code runs there only through a hole in a parser. It then finds a process without keys, network and
+children. The process cannot write files, and can read only the interpreter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .host import visible_paths
 
 
 def confine_parser() -> list[str]:
-    """Confine this process for good, as far as the machine allows. Return what holds: "landlock", "seccomp"."""
+    """Confine this process for good, as far as the machine allows. Return the walls: "landlock", "seccomp"."""
     holds = []
     with contextlib.suppress(OSError):  # a kernel or a container without Landlock
         landlock.restrict_files([*visible_paths([sys.prefix, sys.exec_prefix]), *landlock.READABLE_FILES])

@@ -1,7 +1,7 @@
-"""S, the supervisor of one call, forked before the call comes. It forks the worker, enforces the limits that the kernel
-does not enforce, replies, and ends all that the call started.
+"""S, the supervisor of one call, forked before the call comes.
 
-In tier A it is PID 1 of the call's pid namespace: when it exits the kernel kills whatever the call left behind.
+It forks the worker, enforces the limits that the kernel does not enforce, replies, and ends all processes of the call.
+In tier A it is PID 1 of the call's pid namespace: when it exits, the kernel kills all that the call left behind.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .worker import run_worker
 
 POLL_S = 0.05
 QUOTA_POLL_S = 0.02
-"""Seconds between two counts of the call's files, where the kernel does not limit them."""
+"""Seconds between two counts of the call's files, if the kernel does not limit them."""
 BUSY_CPU_S = 0.2
-"""CPU seconds after which a call goes behind the others: a few endless loops must not hold up all of them."""
+"""CPU seconds after which a call runs behind the others, so that a few endless loops do not delay them."""
 KILL_PATIENCE_S = 2.0
 IO_TIMEOUT_S = 10.0
 READ_BYTES = 1 << 16
@@ -46,7 +46,10 @@ class Stream:
     _tail: bytearray = field(default_factory=bytearray)
 
     def drain(self) -> bool:
-        """Read what is there, up to MAX_READ_PER_TURN, as a writer may never pause. Return False at the pipe's end."""
+        """Read the available bytes. Return False at the pipe's end.
+
+        At most MAX_READ_PER_TURN bytes are read, since a writer may never pause.
+        """
         for _ in range(MAX_READ_PER_TURN // READ_BYTES):
             try:
                 data = os.read(self.fd, READ_BYTES)
@@ -68,9 +71,9 @@ class Stream:
 
 
 def prepare_worker(jail: FolderJail | NamespaceJail) -> Spare:
-    """Do everything that does not depend on the code, before there is a call. Raises OSError."""
+    """Prepare all that does not depend on the code, before a call comes. Raises OSError."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Where the kernel groups processes by session (autogroup), niceness counts within a group only: the call has one.
+    # If the kernel groups processes by session (autogroup), niceness counts only within a group. So the call gets one.
     os.setsid()
     group_fd = None
     with contextlib.suppress(OSError):
@@ -97,7 +100,7 @@ def prepare_worker(jail: FolderJail | NamespaceJail) -> Spare:
 
 
 def prepare_streams(limits: CallLimits) -> tuple[list[Stream], list[int]]:
-    """Return a worker's stdout and stderr, and the descriptors that it writes to."""
+    """Return a worker's stdout and stderr, and the descriptors to which it writes."""
     pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
     for fd, _ in pipes:
         os.set_blocking(fd, False)
@@ -106,13 +109,13 @@ def prepare_streams(limits: CallLimits) -> tuple[list[Stream], list[int]]:
 
 @dataclass
 class Spare:
-    """A worker that is confined, or on its way there, and waits for its code."""
+    """A worker that waits for its code. It is confined, or about to be."""
 
     jail: FolderJail | NamespaceJail
     worker: int
     scratch: str
     channel: socket.socket
-    """Code goes in, and the reason comes out if the worker could not be confined. The worker closes its end before it
+    """The code goes in. The reason comes out if the worker could not be confined. The worker closes its end before it
     runs the code."""
     stdout: Stream
     stderr: Stream

@@ -1,7 +1,7 @@
-"""Folders that model code wrote to: measuring and removing them, however deep, closed or oddly named they are.
+"""Measures and removes folders that model code wrote to, however deep, closed or oddly named they are.
 
-Everything goes by folder descriptors. A path ends at 4096 bytes, and one that goes through a folder of the code's may
-lead elsewhere as soon as the code puts a link there.
+All functions use folder descriptors, not paths. A path has at most 4096 bytes. And a path through a folder of the code
+leads elsewhere as soon as the code puts a link there.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import time
 from .limits import CallLimits
 
 PATIENCE_S = 2.0
-"""Seconds without progress after which a removal gives up: a process that still writes may be dying."""
+"""Seconds without progress after which a removal gives up. It waits, since a process that still writes may be dying."""
 MAX_REMOVAL_S = 600.0
-"""Longest removal, should somebody who cannot be stopped keep writing (possible only without isolation). Some file
+"""Longest removal, in case a process that cannot be stopped keeps writing (possible only without isolation). Some file
 systems take 2 ms to remove a folder."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def exceeds(folder: str, limits: CallLimits, num_bytes: int = 0) -> bool:
-    """Return whether the files below a folder are too many, too large (`num_bytes` more being elsewhere) or too deep.
-    Holds a descriptor per level."""
+    """Return whether the files below a folder are too many, too large or too deep.
+
+    `num_bytes`: size of further files elsewhere. The function holds one descriptor per level.
+    """
     num_inodes = 0
 
     def goes_over(name: str, parent: int | None, depth: int) -> bool:

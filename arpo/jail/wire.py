@@ -1,6 +1,6 @@
-"""The messages between trainer and supervisor on a call's socket: bytes with a length, and JSON of our own.
+"""The messages between trainer and supervisor on a call's socket: blocks of bytes with their lengths, and JSON.
 
-Nothing is unpickled, and only the supervisor, never the model's code, writes the reply's header.
+Nothing is unpickled. Only the supervisor writes a reply's header, never the model's code.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ import struct
 from dataclasses import dataclass
 
 HELLO = b"\1"
-"""The first byte that a supervisor sends: from here on the call has a supervisor of its own."""
+"""The first byte from a supervisor. From then on it serves this call alone."""
 MAX_CODE_BYTES = 1 << 20
 FILE_MARK = "\0file "
-"""Before code that begins with a line of a path below HOME and a file's content, compressed, in base64. No code of a
-model has a NUL."""
+"""Prefix of code whose first line is a file: its path below HOME, and its content (compressed, base64). Code of a model
+has no NUL."""
 MAX_STREAM_BYTES = 64 << 20
-"""Largest output stream that is accepted; the supervisor keeps fewer bytes with any setting."""
+"""Largest accepted output stream. The supervisor keeps fewer bytes under all settings."""
 _LENGTH = struct.Struct("!I")
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The end of a call. `status`: ok, error (exit code not 0), signal, killed, timeout, or the limit that was hit:
-    cpu_limit, memory_limit, output_limit, disk_limit, file_limit, process_limit; sandbox_error is our own fault."""
+    """The outcome of a call.
+
+    `status`: ok, error (exit code not 0), signal, killed, timeout, or the limit that was hit: cpu_limit, memory_limit,
+    output_limit, disk_limit, file_limit, process_limit. sandbox_error is an infrastructure error.
+    """
 
     status: str
     exit_code: int | None = None
@@ -33,13 +36,13 @@ class Reply:
     stderr: str = ""
     wall_s: float = 0.0
     is_open: bool = False
-    """True where the code ran in a session that goes on."""
+    """True if the code ran in a session that continues."""
     memory_bytes: int = 0
-    """Memory that such a session keeps."""
+    """Memory that this session keeps"""
 
 
 def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    """Receive so many bytes. Raises EOFError if the other side ends before that."""
+    """Receive `num_bytes` bytes. Raises EOFError if the other side ends earlier."""
     received = bytearray()
     while len(received) < num_bytes:
         part = sock.recv(min(65536, num_bytes - len(received)))

@@ -1,4 +1,4 @@
-"""W, the process that runs the model's code. After `confine` it must be regarded as the attacker's."""
+"""W, the process that runs the model's code. After `confine`, treat it as the attacker's."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ from .namespaces import NamespaceJail
 from .wire import FILE_MARK
 
 CHANNEL_FD = 3
-"""Descriptor from which the code comes, and to which a worker writes why it could not be confined. For a single call it
-is closed before the code runs, which could else write there too."""
+"""Descriptor from which the worker reads the code, and to which it writes why it could not be confined. For a single
+call it is closed before the code runs, so that the code cannot write there."""
 SEED = 0
 
 
 class PromptWriter(io.BufferedWriter):
-    """Passes on what is written at once, so that it is not lost when a limit kills the code. It does so for the first
-    writes only: in a flood, a system call for each would cost more than the printing."""
+    """Flushes after each write, so that no output is lost when a limit kills the code.
+
+    Only the first writes are flushed: in a flood, a system call for each would cost more than the printing.
+    """
 
     num_prompt_writes = 10_000
 
@@ -49,13 +51,13 @@ class PromptWriter(io.BufferedWriter):
 def run_worker(
     jail: FolderJail | NamespaceJail, scratch: str, stdout_fd: int, stderr_fd: int, channel_fd: int
 ) -> NoReturn:
-    """Confine this process, wait for the code, run it, exit with its exit code."""
+    """Confine this process, wait for the code, run it, and exit with its exit code."""
     null = os.open("/dev/null", os.O_RDWR)
     for source, target in ((null, 0), (stdout_fd, 1), (stderr_fd, 2), (channel_fd, CHANNEL_FD)):
         os.dup2(source, target)
     kernel.close_from(CHANNEL_FD + 1)
     try:
-        os.setpgrp()  # what the code sends to its group is not for the supervisor
+        os.setpgrp()  # signals of the code to its group must not reach the supervisor
         os.nice(NICE)
         os.chdir(scratch)
         os.umask(0o077)

@@ -107,7 +107,7 @@ class SearchTool(Tool):
         self._in_flight: dict[str, asyncio.Task[ToolResult]] = {}
 
     async def run(self, argument: str) -> ToolResult:
-        """Answer a query. Raises UserError, to end the run, if `replay_strict` misses or a replayed cache is damaged."""
+        """Answer a query. Raises UserError, to end the run, if `replay_strict` misses or a replay's cache breaks."""
         query = clean_query(argument)
         if not query:
             return ToolResult(EMPTY_QUERY, ok=False, error_kind="empty_query")
