@@ -12,8 +12,8 @@
 |                                                      | ("overlong=1" counts as "overlong")            |
 | Needs("branching.selector", met=judges, use="arpo")  | unless the function returns True for the value |
 | Needs("loss.kl_coefficient", use=0.001)              | if the setting is 0, False or empty            |
-| MAY_CHANGE                                           | never                                          |
-| no Decides at all, DECIDES                           | if a run that was begun had another one        |
+| MAY_CHANGE                                           | never: it may change within a run              |
+| no MAY_CHANGE                                        | if the run was begun with another value        |
 
 A knob may need several settings. A need is checked only for a value that differs from the default, and only in a script
 that has the setting. Two errors:
@@ -129,7 +129,8 @@ F = TypeVar("F")
 @cache
 def facts_of(config: type) -> dict[str, tuple[object, ...]]:
     """Return the facts of all knobs of a config or section, by dotted keys."""
-    hints, general = get_type_hints(config, include_extras=True), getattr(config, "FACTS", ())
+    hints = get_type_hints(config, include_extras=True)
+    general = getattr(config, "FACTS", ())
     found: dict[str, tuple[object, ...]] = {}
     for f in fields(config):
         hint = hints[f.name]
@@ -158,11 +159,12 @@ def may_change(key: str, cfg: object) -> bool:
 
 
 def out_of_range(cfg: object) -> str:
-    """Return an error message for the numbers of a script's config that lie outside their ranges; "" if all fit.
+    """Return an error message for all numbers of a config that are out of range; "" if there are none.
 
-    No number may be infinite, unless its range names infinity as its end.
+    A number may be infinite only if its range is Between(..., inf).
     """
-    values, wrong = leaves(cfg), []
+    values = leaves(cfg)
+    wrong: list[str] = []
     for knob, facts in facts_of(type(cfg)).items():
         spans = of_kind(Between, facts)
         may_be_infinite = any(span.high == inf and not isinstance(span, AtLeast) for span in spans)
@@ -185,13 +187,14 @@ class Ignored(NamedTuple):
 
     knob: str
     owner: str
-    """Key of the setting that takes the effect from it."""
+    """Key of the setting that makes it ineffective"""
     message: str
 
 
 def ignored(cfg: object) -> list[Ignored]:
-    """Return all knobs of a script's config that differ from their default while what they need is off."""
-    values, facts = leaves(cfg), facts_of(type(cfg))
+    """Return all knobs of a config that differ from their default, but lack a setting that they need."""
+    values = leaves(cfg)
+    facts = facts_of(type(cfg))
     defaults = leaves({f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cfg)})
     found = []
     for knob in [knob for knob, value in values.items() if value != defaults[knob]]:
