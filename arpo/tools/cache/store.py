@@ -1,8 +1,8 @@
-"""The cache file: one SQLite row per answer, compressed; the first answer to a query wins, so that replays are stable.
+"""The cache file: one compressed SQLite row per answer. The first answer to a query stays, so replays are stable.
 
-Write-ahead log with synchronous=NORMAL: many processes read and write at once, and one that is killed loses nothing
-that `put` returned from. Wherever a file is named, FILE.py:NAME=PLACE may stand: a class of yours, derived from
-`Cache`, and what it opens.
+The file uses a write-ahead log with synchronous=NORMAL. Many processes read and write at once. If a process is killed,
+no answer is lost after `put` has returned. A config may name a custom cache instead of a file, as FILE.py:NAME=PLACE:
+NAME is a class derived from `Cache`, and PLACE is opened by this class.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NEGATIVE_TTL_S = 7 * 86400.0
-"""Age at which a "no results" is asked for again while recording. A replay keeps it for good."""
+"""Age after which a recording run asks again for a "no results" answer. A replay uses these answers forever."""
 IMPORTED = "import"
-"""Backend of imported rows. The released format does not say where its answers come from; they serve any backend."""
+"""Backend of imported rows. The released format does not name the source of its answers; they serve any backend."""
 BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _APPLICATION_ID = 0x4152504F  # "ARPO"
@@ -52,12 +52,14 @@ _PUT = f"""{_INSERT} (key) DO UPDATE SET value = excluded.value, negative = excl
 
 
 def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.search.cache") -> Cache:
-    """Open a cache: a SQLite file, or FILE.py:NAME=PLACE. `setting` is the config field that names it. Raises
-    UserError where `place` cannot be used; see `CacheFile`."""
+    """Open a cache: a SQLite file, or FILE.py:NAME=PLACE. `setting` is the config field, for messages.
+
+    Raises UserError if `place` cannot be used; see `CacheFile`.
+    """
     if is_own(str(place)):
         made, where = own_cache(str(place), setting)
         return made(where, read_only=read_only, setting=setting)
-    if "://" in str(place):  # which may have a password in it
+    if "://" in str(place):  # the message does not quote the address: it may contain a password
         raise UserError(f"{setting}: a cache at an address must be FILE.py:NAME=ADDRESS (docs/tools.md)")
     if Path(place).suffix == ".json":
         raise UserError(f"{place}: the released format is read by FILE.py:NAME={place}; docs/tools.md has it")
@@ -65,17 +67,17 @@ def open_cache(place: str | Path, *, read_only: bool, setting: str = "tools.sear
 
 
 def own_cache(place: str, setting: str) -> tuple[type[Cache], str]:
-    """Return the class of FILE.py:NAME=PLACE, and the place. Raises UserError."""
+    """Return the class NAME and the text PLACE of FILE.py:NAME=PLACE. Raises UserError."""
     name, _, where = place.partition("=")
     return find(setting, name, {}), where
 
 
 class Cache:
-    """The part that all caches share: what happens when one cannot be used.
+    """Base class of all caches. Handles a cache that fails.
 
-    It must not stop a recording run: there is one warning, `usable` is False, and `get` and `put` do nothing from then
-    on. Where it can only not be written (a full disk), there is one warning too, and `get` goes on. A replay has
-    nothing but its cache: `read_only` raises UserError instead.
+    A failure never stops a recording run. The cache logs one warning, sets `usable` to False, and from then on `get`
+    and `put` do nothing. If only writing fails (a full disk), the cache logs one warning and `get` goes on. A replay
+    has no other source of answers, so a cache with `read_only` raises UserError instead.
     """
 
     failures: tuple[type[Exception], ...]
@@ -91,7 +93,7 @@ class Cache:
         return time.monotonic() >= self._use_again_s
 
     def guarded(self, action: Callable[[], T]) -> T | None:
-        """Return what the action returns; None where the cache cannot be used."""
+        """Run the action and return its result; None if the cache cannot be used."""
         if not self.usable:
             return None
         try:
@@ -100,7 +102,7 @@ class Cache:
             return self.give_up(error)
 
     def write(self, action: Callable[[], object]) -> None:
-        """Do the action, unless the cache cannot be written."""
+        """Run the action. If the cache cannot be written, log one warning."""
 
         def attempt() -> None:
             try:
@@ -115,11 +117,11 @@ class Cache:
         self.guarded(attempt)
 
     def can_still_read(self, error: Exception) -> bool:
-        """Return whether an error of `write` leaves the cache readable."""
+        """Return True if the cache can be read after this error of `write`."""
         raise NotImplementedError
 
     def give_up(self, error: Exception) -> None:
-        """Go on without the cache. Raises UserError in a replay."""
+        """Log a warning and go on without the cache. Raises UserError in a replay."""
         if self.read_only:
             raise UserError(f"{self.path}: cannot read the cache ({error}); {self.remedy}") from None
         if self.usable:
@@ -128,16 +130,16 @@ class Cache:
 
 
 class CacheFile(Cache):
-    """One cache file, for any number of processes and threads; each thread has a connection of its own."""
+    """One cache file, for any number of processes and threads. Each thread has its own connection."""
 
     failures = (sqlite3.Error, DamagedEntry)
     remedy = "save what is intact with `sqlite3 OLD .recover | sqlite3 NEW` (docs/tools.md), or record it anew"
 
     def __init__(self, path: str | Path, *, read_only: bool = False, setting: str = "tools.search.cache"):
-        """Makes a missing file. A corrupt one is moved aside with a warning, and a new one begun.
+        """Open the file, or create a missing file. A corrupt file is moved aside with a warning and replaced.
 
-        `setting` is the config field that names it. Raises UserError for a file on a network file system or of another
-        program; with `read_only` also for a missing, corrupt or unreadable one.
+        `setting` is the config field, for messages. Raises UserError for a file on a network file system and for a
+        file of another program; with `read_only` also for a missing, corrupt or unreadable file.
         """
         super().__init__(Path(path), read_only=read_only)
         self.setting = setting
@@ -159,7 +161,7 @@ class CacheFile(Cache):
             self.give_up(error)
 
     def get(self, key: bytes, query: str) -> str | None:
-        """Return the answer recorded under `key`, else an imported one for the query; None for neither."""
+        """Return the answer recorded under `key`, or an imported answer to the query, or None."""
         oldest_negative_s = 0.0 if self.read_only else time.time() - NEGATIVE_TTL_S
         return self._text(
             "SELECT id, value FROM entries WHERE (key = ? OR query = ? AND backend = ?)"
@@ -168,11 +170,11 @@ class CacheFile(Cache):
         )
 
     def get_any(self, query: str) -> str | None:
-        """Return the first recorded answer to the query, whichever backend gave it."""
+        """Return the first recorded answer to the query, from any backend."""
         return self._text("SELECT id, value FROM entries WHERE query = ? ORDER BY id LIMIT 1", (clean_query(query),))
 
     def put(self, key: bytes, backend: str, query: str, text: str) -> None:
-        """Keep an answer unless there is one already; it replaces an expired "no results"."""
+        """Record an answer. An earlier answer stays, unless it is an expired "no results"."""
         values = (*make_row(key, backend, query, text), time.time() - NEGATIVE_TTL_S)
         self.write(lambda: self.connection().execute(_PUT, values))
 
@@ -180,7 +182,7 @@ class CacheFile(Cache):
         return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF not in BROKEN
 
     def add(self, rows: Iterable[Row]) -> int:
-        """Add the rows whose keys are new. Return their number."""
+        """Add all rows with new keys. Return the number of added rows."""
         with self.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
             return connection.executemany(ADD, rows).rowcount
@@ -207,7 +209,8 @@ class CacheFile(Cache):
         """Return this thread's connection, in autocommit mode."""
         key = (os.getpid(), threading.get_ident())  # SQLite connections do not survive a fork
         if key not in self._connections:
-            # A read-only folder has no room for the log's index, and nobody writes there.
+            # In a read-only folder SQLite cannot create the index of its log. No process writes there, so
+            # `immutable` is safe.
             is_frozen = not os.access(self.path.parent, os.W_OK) and not Path(f"{self.path}-shm").exists()
             mode = "rwc" if not self.read_only else "ro&immutable=1" if is_frozen else "ro"
             uri = f"{self.path.resolve().as_uri()}?mode={mode}"
@@ -225,7 +228,7 @@ class CacheFile(Cache):
         except sqlite3.DatabaseError as error:
             if self.read_only or not is_first or self.can_still_read(error):
                 raise
-            if self.path.suffix not in (".sqlite", ".sqlite3", ".db"):  # a slip must not move the user's data
+            if self.path.suffix not in (".sqlite", ".sqlite3", ".db"):  # after a wrong path
                 raise UserError(f"{self.path}: not a cache; name it *.sqlite if it is a broken one") from None
             self._disconnect()
             aside = self._move_aside()
@@ -236,8 +239,11 @@ class CacheFile(Cache):
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def _take_lock(self) -> bool:
-        """Return True for the first user of the file, who holds the lock alone and may check and replace the file. The
-        others come in when that is done, and share the lock for as long as they use the file."""
+        """Return True for the first user of the file.
+
+        The first user holds the lock alone, and may check and replace the file. All others wait for this check, and
+        then share the lock until `close`.
+        """
         try:
             self._lock = self.path.with_name(self.path.name + ".lock").open("a")
         except OSError:
@@ -258,7 +264,7 @@ class CacheFile(Cache):
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(_SCHEMA)
         identity = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
-        odd = "SELECT count(*) FROM sqlite_master WHERE type IN ('view', 'trigger')"  # a view's rows may have no end
+        odd = "SELECT count(*) FROM sqlite_master WHERE type IN ('view', 'trigger')"  # a view may be endless
         if identity != [_APPLICATION_ID, FORMAT] or connection.execute(odd).fetchone()[0]:
             raise UserError(f"{self.path}: not a cache of this version; set {self.setting} to another file")
         if thorough:
@@ -280,7 +286,7 @@ class CacheFile(Cache):
         self._connections = {}
 
     def close(self) -> None:
-        """Close the file. No call may be running."""
+        """Close the file. Call this only after all other calls have ended."""
         self._disconnect()
         if self._lock is not None:
             self._lock.close()

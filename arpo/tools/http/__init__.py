@@ -1,1 +1,1 @@
-"""A client of HTTP services that may fail in every way."""
+"""A client for unreliable HTTP services: deadlines, retries, rate limits and a circuit breaker."""

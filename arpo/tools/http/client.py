@@ -1,12 +1,12 @@
-"""POST JSON to a service that may fail in every way. No call waits past its deadline, and no message holds the key.
+"""POST JSON to an unreliable service. Every call ends by its deadline, and no message contains the key.
 
     turn (concurrency, rate) -> try -> answer
-                                 | 429, 503 with Retry-After: everybody waits that long, then goes slower
-                                 | 408, 429, 5xx, no or half an answer, no valid JSON: again, after a pause with jitter
+                                 | 429, 503 with Retry-After: all calls wait that long, then go slower
+                                 | 408, 429, 5xx, no or half an answer, no valid JSON: again, after a random pause
                                  | other statuses, too large an answer: no second try
-                                 | 401, 403 before any answer, or many in a row: the run ends; one alone is a failure
+                                 | 401, 403: only this call fails; before any answer, or many in a row: the run ends
 
-The numbers of tries, pauses and deadlines are in `policy`; failures of many calls open the circuit breaker there.
+`policy` has the numbers of tries, the pauses and the deadlines. Its circuit breaker opens after many failed calls.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from arpo.tools.http.policy import CircuitBreaker, HttpPolicy, LocalRateLimit, T
 
 MAX_REASON_CHARS = 200
 MAX_REFUSALS = 20
-"""Refusals in a row (401, 403) of a service that has answered before, after which its key counts as dead."""
+"""Number of refusals in a row (401, 403) that end the run, if the service has accepted the key before."""
 
 
 class Unavailable(ConnectionError):
-    """The service gave no usable answer. The message names it and the reason; it never contains a key."""
+    """The service gave no usable answer. The message names the service and the reason, and never contains a key."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The value or the failure that a try ended with."""
+    """Result of one try: a value or a failure."""
 
     value: Any = None
     failure: str = ""
-    """Reason of a failure; empty = there is a value."""
+    """Reason of the failure; empty = the try gave a value."""
     may_retry: bool = True
     pause_s: float = 0.0
-    """Pause that the service asked for (Retry-After)."""
+    """Pause requested by the service (Retry-After)."""
 
 
 @dataclass
@@ -59,25 +59,25 @@ class _Call:
 
 
 def bearer(key: str) -> dict[str, str]:
-    """Return the header that carries a key; none for an empty key."""
+    """Return the Authorization header with the key; {} for an empty key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class OwnsSession:
-    """Owner of an aiohttp session, which its first request makes, for the event loop that the request runs on."""
+    """Owner of an aiohttp session. The first request makes the session, for the event loop of that request."""
 
     _session: aiohttp.ClientSession | None = None
 
     def _open_session(self, **connector_options: Any) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(**connector_options)
-            no_timeout = aiohttp.ClientTimeout(total=None)  # ours are around the requests
+            no_timeout = aiohttp.ClientTimeout(total=None)  # each request has its own timeout
             no_cookies = aiohttp.DummyCookieJar()
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=no_cookies, timeout=no_timeout)
         return self._session
 
     async def aclose(self) -> None:
-        """Close the session; a later request would make a new one. Safe to call twice."""
+        """Close the session. A later request makes a new session. Safe to call twice."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -98,8 +98,8 @@ class HttpClient(OwnsSession):
         limit: LocalRateLimit | None = None,
         time_source: Time | None = None,
     ):
-        """`key_variable` is the environment variable of the key, `headers` turns the key into what is sent, and
-        `setting` is the option that names the service, for messages. Raises UserError for a key that cannot be one.
+        """`key_variable` is the environment variable of the key. `headers` makes the HTTP headers from the key.
+        `setting` is the config option of the service, for messages. Raises UserError for a malformed key.
         """
         key = read_key(key_variable)
         access = f"the key in {key_variable}" if key else f"access; set {key_variable}" if key_variable else "access"
@@ -110,20 +110,21 @@ class HttpClient(OwnsSession):
         self._key = key
         self._throttle = Throttle(limit, self._time)
         self._breaker = CircuitBreaker(name, self._time)
-        self._rng = random.Random()  # of its own: the rollout's randomness must not depend on a service's mood
+        self._rng = random.Random()  # separate, so that failures of a service do not change the rollout's draws
         self._slots = asyncio.Semaphore(policy.max_concurrent)
         self._proxy = proxy_of(url)
-        self._refusals_left = 1  # a key that is wrong from the start does not get better
+        self._refusals_left = 1  # before the first answer, one refusal shows that the key is wrong
 
     def was_probed(self) -> None:
-        """Say that the service has accepted the key from another client, so that a single refusal is a failed call."""
+        """Note that the service has accepted the key. From now on a single refusal is only a failed call."""
         self._refusals_left = MAX_REFUSALS
 
     async def post(self, payload: dict[str, Any], parse: Callable[[Any], Any]) -> Any:
-        """Return what `parse` makes of the decoded JSON answer; a ValueError of `parse` says that it is no answer.
+        """Send the payload, decode the JSON answer, and return `parse(answer)`.
 
-        Raises Unavailable, BreakerOpen (not sent at all) or TimeoutError (the deadline); all three are OSErrors, and
-        none is the caller's fault. Raises UserError when the service keeps refusing access: no call will ever succeed.
+        `parse` raises ValueError for an unusable answer; the call is then tried again. Raises Unavailable, BreakerOpen
+        (nothing was sent) or TimeoutError (the deadline). All three are OSErrors, and none is the caller's fault.
+        Raises UserError if the service keeps refusing access, since no later call can succeed.
         """
         if self._refusals_left <= 0:
             raise UserError(self._refused)
@@ -136,7 +137,7 @@ class HttpClient(OwnsSession):
         except TimeoutError:
             raise TimeoutError(f"{self._name}: no answer within {self._policy.deadline_s:g} s") from None
         finally:
-            # A call that the caller has cut short, or that was not even sent, accuses nobody.
+            # A call that was cancelled or never sent says nothing about the service.
             if outcome is None and (asyncio.current_task().cancelling() or not call.num_tries):
                 self._breaker.forget(is_probe=call.is_probe)
             else:
@@ -162,13 +163,13 @@ class HttpClient(OwnsSession):
             await self._time.sleep(self._policy.backoff_s(call.num_tries, self._rng))
 
     async def _try(self, call: _Call) -> _Outcome:
-        """Send one request. Failures are values: aiohttp's exceptions hold the request's headers, and so the key."""
+        """Send one request. Failures are returned: aiohttp's exceptions contain the headers, and so the key."""
         session = self._open_session(limit=self._policy.max_concurrent)
         request = session.post(
             self._url,
             data=call.body,
             headers=self._headers,
-            allow_redirects=False,  # a redirect would carry the key to wherever it points
+            allow_redirects=False,  # a redirect would send the key to another host
             proxy=self._proxy,
         )
         try:
@@ -199,13 +200,13 @@ class HttpClient(OwnsSession):
         return _Outcome(failure=reason, may_retry=status in (408, 429) or status >= 500, pause_s=pause_s or 0.0)
 
     def _clean(self, reason: str) -> str:
-        """Return one short line without the key, which a service may quote."""
+        """Return one short line without the key. A service may quote the key in its answer."""
         hidden = reason.replace(self._key, "***") if self._key else reason
         return " ".join(hidden.split())[:MAX_REASON_CHARS]
 
 
 async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | None:
-    """Return the body; None as soon as it is longer than `max_bytes`, whatever its headers promised."""
+    """Return the body, or None once more than `max_bytes` have arrived. Content-Length is not trusted."""
     body = bytearray()
     async for chunk in response.content.iter_chunked(65536):
         body += chunk
@@ -215,14 +216,14 @@ async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes |
 
 
 def proxy_of(url: str) -> str | None:
-    """Return the proxy that the environment (https_proxy, no_proxy, ...) names for a URL; None for none."""
+    """Return the proxy for a URL from the environment (https_proxy, no_proxy, ...), or None."""
     parts = urllib.parse.urlsplit(url)
     return None if urllib.request.proxy_bypass(parts.netloc) else urllib.request.getproxies().get(parts.scheme)
 
 
 def split_url(url: str) -> urllib.parse.SplitResult | None:
-    """Return the parts of an http or https address; None for anything else."""
-    with contextlib.suppress(ValueError):  # a port that is none, a bracket without its other
+    """Return the parts of an http or https address. Return None for any other text."""
+    with contextlib.suppress(ValueError):  # an invalid port, an unclosed bracket
         parts = urllib.parse.urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return parts
@@ -230,7 +231,7 @@ def split_url(url: str) -> urllib.parse.SplitResult | None:
 
 
 def check_url(url: str, setting: str = "tools.search.url") -> None:
-    """Raises UserError for an address that no request can go to, or that holds a password."""
+    """Raises UserError for an unusable address, and for an address with a user or password."""
     parts = split_url(url)
     if parts is None:
         raise UserError(f"{setting}: {url!r} is not an address like http://host:8000 (with the path that it needs)")
@@ -239,7 +240,7 @@ def check_url(url: str, setting: str = "tools.search.url") -> None:
 
 
 def read_key(variable: str) -> str:
-    """Return the key in an environment variable; empty where unset. Raises UserError, without quoting a bad key."""
+    """Return the key in an environment variable; "" if unset. Raises UserError for a bad key (not quoted)."""
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise UserError(f"{variable} has characters that no key has; is it quoted or copied wrongly?")
@@ -247,7 +248,7 @@ def read_key(variable: str) -> str:
 
 
 async def probe(client: HttpClient, payload: dict[str, Any], parse: Callable[[Any], Any], what: str, fix: str) -> None:
-    """Ask a service something small, and close the client. Raises UserError, with `what` and `fix`, for no answer."""
+    """Send a small request and close the client. Raises UserError, with `what` and `fix`, if no answer comes."""
     try:
         await client.post(payload, parse)
     except OSError as error:
@@ -257,16 +258,16 @@ async def probe(client: HttpClient, payload: dict[str, Any], parse: Callable[[An
 
 
 def probed(client: HttpClient, payload: dict[str, Any], parse: Callable[[Any], Any], what: str, fix: str) -> HttpClient:
-    """Return the client after rank 0 has asked its service something small; see `probe`."""
+    """Let rank 0 send a small request to the service (see `probe`). Return the client."""
     if os.environ.get("RANK", "0") == "0":
-        with ThreadPoolExecutor(1) as thread:  # a loop of its own: the caller may be inside one
+        with ThreadPoolExecutor(1) as thread:  # a separate event loop: the caller may already run inside an event loop
             thread.submit(asyncio.run, probe(client, payload, parse, what, fix)).result()
     client.was_probed()
     return client
 
 
 def chat_url(url: str) -> str:
-    """Return the chat endpoint of an address, which may be the base URL that other clients take.
+    """Return the chat endpoint of an address. The address may be a base URL, as other clients take.
 
     >>> chat_url("http://host:8001"), chat_url("http://host:8001/v1/"), chat_url("http://host/my/chat/completions")
     ('http://host:8001/v1/chat/completions', 'http://host:8001/v1/chat/completions', 'http://host/my/chat/completions')
@@ -278,13 +279,13 @@ def chat_url(url: str) -> str:
 
 
 def chat_request(model: str, prompt: str, *, max_tokens: int, temperature: float) -> dict[str, Any]:
-    """Return the request of an OpenAI-compatible chat endpoint that holds one message of the user."""
+    """Return the request of an OpenAI-compatible chat endpoint with one user message."""
     messages = [{"role": "user", "content": prompt}]
     return {"model": model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens}
 
 
 def chat_content(tree: Any) -> str:
-    """Return the text of a chat endpoint's answer, which may be empty. Raises ValueError where there is none."""
+    """Return the text of a chat endpoint's answer; the text may be empty. Raises ValueError without a text field."""
     try:
         content = tree["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):

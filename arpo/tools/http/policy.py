@@ -1,7 +1,7 @@
 """Decides when to send a request, when to repeat it, and when to leave a service alone.
 
-A rate limit is kept as one number: the time at which the next call may start. A caller moves it on at once, and sleeps
-until its own time has come. So callers are served in order, and nobody polls.
+A rate limit is one number: the time at which the next call may start. A caller reserves this time at once, moves the
+number on for the next caller, and sleeps. So callers are served in order, and none polls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Time:
-    """The clock that waits go by. Tests bring one whose sleep takes no time."""
+    """The clock for all waiting. Tests use a clock with an instant sleep."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -29,32 +29,32 @@ class Time:
 
 @dataclass(frozen=True)
 class HttpPolicy:
-    """Limits on how long one service is waited for, and how often it is asked."""
+    """Limits on waiting for one service and on requests to the service."""
 
     deadline_s: float = 30.0
     """Longest time of one call: waiting for its turn, all tries and the pauses between them."""
     max_concurrent: int = 32
-    """Most requests of this process that are under way at the same time."""
+    """Most simultaneous requests of this process."""
     max_tries: int = 4
-    """Most requests that one call sends."""
+    """Most requests per call."""
     backoff_base_s: float = 0.5
     backoff_cap_s: float = 20.0
     retry_after_cap_s: float = 60.0
-    """Longest pause that a service can ask for with Retry-After."""
+    """Longest pause accepted from a Retry-After header."""
     max_body_bytes: int = 5_000_000
     """Largest accepted answer, decompressed."""
 
     @property
     def try_s(self) -> float:
-        """Longest time of one try: half of the deadline, so that a service that hangs once gets a second try."""
+        """Longest time of one try: half of the deadline. If the service hangs once, a second try still fits."""
         return self.deadline_s / 2
 
     def backoff_s(self, num_tries: int, rng: random.Random) -> float:
-        """Return a random pause after `num_tries` tries, so that calls that failed together do not return together."""
+        """Return the pause after `num_tries` tries. Random, so that calls do not all return at the same time."""
         return rng.uniform(0.0, min(self.backoff_cap_s, self.backoff_base_s * 2 ** (num_tries - 1)))
 
     def retry_after_s(self, header: str | None, wall_clock_s: float) -> float | None:
-        """Return the seconds that a Retry-After header asks for, capped; None where it is missing or makes no sense.
+        """Return the seconds in a Retry-After header, capped. Return None for a missing or unreadable header.
 
         >>> HttpPolicy().retry_after_s("7", 0.0), HttpPolicy().retry_after_s("Thu, 01 Jan 1970 00:00:09 GMT", 5.0)
         (7.0, 4.0)
@@ -72,43 +72,44 @@ class HttpPolicy:
 
 
 class LocalRateLimit:
-    """A limit on the calls of this process. For one event loop."""
+    """A limit on the calls per second of this process. Works on one event loop."""
 
     def __init__(self, calls_per_s: float):
         self.calls_per_s = calls_per_s
         self._next_s = 0.0  # time.monotonic
 
     def take(self) -> float:
-        """Take the next turn; return the seconds until it comes."""
+        """Reserve the next turn. Return the seconds until this turn comes."""
         now = time.monotonic()
         mine = max(self._next_s, now)
         self._next_s = mine + 1 / self.calls_per_s
         return mine - now
 
     async def acquire(self) -> None:
-        """Return when the next call may start. A caller that is cancelled while it waits has used up its turn."""
+        """Return when the next call may start. A caller cancelled while waiting has used up its turn."""
         await asyncio.sleep(self.take())
 
 
 class Throttle:
-    """Decides when the next request may go, by a rate limit and by what the service itself has asked for.
+    """Decides when the next request may start, from a rate limit and from the service's own requests for a pause.
 
-    A service that says "too many requests" gets the pause that it wants, and after it half of the rate (an eighth at
-    least), which recovers within a minute: a request then takes two tokens (eight), also of a limit that is shared.
+    After "too many requests" no request is sent for the pause named by the service. Then the rate is halved (at least
+    1/8 of the limit stays), and recovers within a minute. At half the rate a request takes two tokens of the limit, at
+    an eighth eight tokens; this also works for a limit shared by many processes.
     """
 
     LOWEST_SHARE, RECOVERY_S = 0.125, 60.0
 
     def __init__(self, limit: LocalRateLimit | None, time_source: Time):
         self._limit, self._time = limit, time_source
-        # One caller at a time waits for a token, so that those who reach their deadline in the queue have taken none:
-        # else a burst would use up the tokens of all calls after it.
+        # One caller at a time waits for a token. Callers that reach their deadline in the queue have then taken no
+        # token. Without this lock a burst would use up the tokens of all later calls.
         self._turn = asyncio.Lock()
         self._paused_until_s = -math.inf
         self._share, self._slowed_at_s = 1.0, -math.inf
 
     def share(self) -> float:
-        """Return the current rate as a share of the limit."""
+        """Return the current rate as a share of the limit, from LOWEST_SHARE to 1."""
         waited_s = max(0.0, self._time.now() - self._slowed_at_s)
         return min(1.0, self._share + waited_s / self.RECOVERY_S)
 
@@ -122,23 +123,24 @@ class Throttle:
                 await self._time.sleep(wait_s)
 
     def slow_down(self, pause_s: float) -> None:
-        """Send no request for `pause_s`, and fewer after that: the service said that there are too many."""
+        """Send no request for `pause_s`, then fewer than before: the service said "too many requests"."""
         now_s = self._time.now()
-        if now_s >= self._paused_until_s:  # once per pause: thirty answers "too many" at once are one message
+        if now_s >= self._paused_until_s:  # once per pause: thirty "too many" answers to a burst halve the rate once
             self._share, self._slowed_at_s = max(self.LOWEST_SHARE, self.share() / 2), now_s + pause_s
         self._paused_until_s = max(self._paused_until_s, now_s + pause_s)
 
 
 class BreakerOpen(ConnectionError):
-    """The service has failed too often and is left alone for now; this call was not sent."""
+    """The service has failed too often and gets no calls for now. This call was not sent."""
 
 
 class CircuitBreaker:
-    """Stops all calls (it is open) after many failures; then one call at a time tries whether the service is back.
+    """Stops all calls after many failures (state "open"). Later, one call at a time tests whether the service is back.
 
     closed -> open: at least MIN_CALLS calls in WINDOW_S, more than half of them failed
     open -> half-open: after FIRST_PAUSE_S; one call, the probe, is let through
-    half-open -> closed: the probe succeeded; -> open: it failed, and the pause doubles, up to LONGEST_PAUSE_S
+    half-open -> closed: the probe succeeded
+    half-open -> open: the probe failed; the pause doubles, up to LONGEST_PAUSE_S
     """
 
     MIN_CALLS, WINDOW_S = 20, 30.0
@@ -153,11 +155,11 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """True while no call but a probe may pass."""
+        """True while only a probe may pass."""
         return self._open_until_s is not None
 
     def admit(self) -> bool:
-        """Let a call begin; return True where it is the probe. Raises BreakerOpen."""
+        """Let a call begin. Return True if the call is the probe. Raises BreakerOpen."""
         if not self.is_open:
             return False
         if self._is_probed or self._time.now() < self._open_until_s:
@@ -170,7 +172,7 @@ class CircuitBreaker:
         raise BreakerOpen(f"{self._name}: left alone after many failures")
 
     def record(self, succeeded: bool, *, is_probe: bool) -> None:
-        """Count a call that has ended; not one that began before the breaker opened, which says nothing new."""
+        """Count a finished call. Calls that began before the breaker opened are ignored: they say nothing new."""
         self.forget(is_probe=is_probe)
         if is_probe and succeeded:
             self._calls.clear()
@@ -189,7 +191,7 @@ class CircuitBreaker:
                 self._open(f"{num_failed} of {len(self._calls)} calls failed")
 
     def forget(self, *, is_probe: bool) -> None:
-        """Do not count a call that ended through no doing of the service (it was cancelled, or never sent)."""
+        """End a call without counting: it was cancelled or never sent, and says nothing about the service."""
         if is_probe:
             self._is_probed = False
 

@@ -1,8 +1,8 @@
-"""BM25 over a jsonl corpus with tantivy: text and index in one folder, which is built once and then only read.
+"""BM25 over a jsonl corpus with tantivy. One folder holds the text and the index; it is built once and then only read.
 
-tantivy skips blocks of passages that cannot be among the best, so a query takes milliseconds in a million passages
-(`benchmarks/search_local.py`). It rounds the length of passages of more than 40 words. Stop words are left out of
-queries: half of the corpus has them, so they rank nothing and cost most.
+tantivy skips blocks of passages with scores too low for the result, so a query over a million passages takes
+milliseconds (`benchmarks/search_local.py`). For passages of more than 40 words tantivy rounds the length. Stop words
+are removed from queries: half of the corpus contains them, so they rank no passage and cost the most time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from arpo.tools.search.words import asked, indexed
 logger = logging.getLogger(__name__)
 
 MAX_TERMS = 32
-"""Number of a query's terms that count; the others are ignored."""
+"""Number of terms used from a query. Further terms are ignored."""
 _STOP_WORDS = """
     a about am an and are as at be been being but by can could did do does for from had has have he her him his how i if
     in into is it its me my no nor not of on or our she should so such than that the their them then there these they
@@ -36,13 +36,13 @@ _STOP_WORDS = """
 """
 STOP_WORDS = frozenset(_STOP_WORDS.split())
 FORMAT = 3
-"""Version of the index, raised when the code below changes; one of another version or tantivy is built anew."""
+"""Version of the index. Raise it when the code below changes. An index of another version or tantivy is rebuilt."""
 BUILD_MEMORY_BYTES = 1_000_000_000
-"""Most memory of the builder: a larger one makes fewer segments, which are searched one after the other."""
+"""Memory limit of the builder. More memory makes fewer segments; segments are searched one after the other."""
 ABOUT = "arpo.json"
-"""File in the index's folder that says what the index was built from, with a checksum of its parts. Written last."""
+"""File in the index's folder with the source of the index (see `_about`) and a checksum. Written last."""
 ANALYZER = TextAnalyzerBuilder(Tokenizer.simple()).filter(Filter.ascii_fold()).filter(Filter.lowercase()).build()
-"""Splits what words.py has prepared into words of letters and digits without accents, in lower case."""
+"""Splits the output of words.py into lower-case words of letters and digits, without accents."""
 SCHEMA = (
     tantivy.SchemaBuilder()
     .add_text_field("words", tokenizer_name="words", index_option="freq")
@@ -53,10 +53,10 @@ SCHEMA = (
 
 
 class Bm25Index:
-    """The index of one corpus. Any number of threads may search at the same time."""
+    """The index of one corpus. Many threads may search at the same time."""
 
     def __init__(self, corpus: str | Path):
-        """Opens the index of the corpus as it is now, or builds it. Raises UserError for an unusable corpus."""
+        """Open the index, or build it if the corpus has changed. Raises UserError for an unusable corpus."""
         try:
             self.path, (self._searcher, self.corpus_sha256) = _ready_index(Path(corpus))
         except OSError as error:
@@ -64,8 +64,10 @@ class Bm25Index:
             raise UserError(f"{problem}; set tools.search.corpus to a jsonl file") from None
 
     def search(self, query: str, top_k: int) -> list[str]:
-        """Return the `top_k` best passages, best first; equally good ones in the order of the corpus. [] = no match.
-        Raises OSError where the index has been damaged since it was opened."""
+        """Return the `top_k` best passages, best first; [] = no match. Ties are in the order of the corpus.
+
+        Raises OSError if the index was damaged after opening.
+        """
         terms = ranking_terms(ANALYZER.analyze(asked(query.encode("utf-8", "replace").decode())))
         if not terms:
             return []
@@ -75,13 +77,14 @@ class Bm25Index:
             best = self._best(expression, top_k)
             return [self._searcher.doc(address).get_first("shown").decode() for address in best]
         except BaseException as error:
-            # Rust panics on a file that has changed under it; that is no Exception, and its class cannot be imported.
+            # If a file changes while it is open, Rust panics. A panic is not an Exception, and its class cannot be
+            # imported: it is recognized by its name.
             if not (isinstance(error, ValueError) or type(error).__name__ == "PanicException"):
                 raise
             raise OSError(f"{self.path}: {error}; delete the folder, it is built anew") from None
 
     def _best(self, expression: Query, top_k: int) -> list[tantivy.DocAddress]:
-        """Return the `top_k` best by score, then row; for that it looks at all that are as good as the last of them."""
+        """Return the `top_k` best by score, then row. Fetches all passages that tie with the last."""
         limit = 2 * top_k + 16
         while True:
             limit = min(limit, self._searcher.num_docs)
@@ -98,7 +101,7 @@ class Bm25Index:
 
 
 def _ready_index(corpus: Path) -> tuple[Path, tuple[tantivy.Searcher, str]]:
-    """Return the folder of the index, and the index opened; one of several ranks builds it. Raises OSError."""
+    """Return the folder of the index, and the opened index. Only one of several ranks builds it. Raises OSError."""
     stat = corpus.stat()
     built_from = [FORMAT, tantivy.__version__, stat.st_size, stat.st_mtime_ns]
     paths = derived_paths(corpus, ".tantivy")
@@ -106,7 +109,7 @@ def _ready_index(corpus: Path) -> tuple[Path, tuple[tantivy.Searcher, str]]:
         if opened := _open(path, built_from):
             return path, opened
     path = first_writable(paths)
-    with lock_of(path):  # the others wait here, and find it done
+    with lock_of(path):  # other ranks wait here, and then find the finished index
         if not (opened := _open(path, built_from)):
             _build(corpus, path, built_from)
             opened = _open(path, built_from)
@@ -114,9 +117,11 @@ def _ready_index(corpus: Path) -> tuple[Path, tuple[tantivy.Searcher, str]]:
 
 
 def _open(folder: Path, built_from: list) -> tuple[tantivy.Searcher, str] | None:
-    """Return a searcher, which keeps its index even if another run replaces it, and the hash of the corpus; None where
-    the folder holds no index of that for us. Raises UserError for a damaged one."""
-    if not os.access(folder, os.W_OK):  # somebody else's, or none: tantivy locks what it opens
+    """Return a searcher and the hash of the corpus, or None if the folder has no usable index of `built_from`.
+
+    The searcher keeps its files open, so another run may replace the folder. Raises UserError for a damaged index.
+    """
+    if not os.access(folder, os.W_OK):  # missing, or another user's: tantivy must write a lock there
         return None
     try:
         about = json.loads((folder / ABOUT).read_bytes())
@@ -125,17 +130,17 @@ def _open(folder: Path, built_from: list) -> tuple[tantivy.Searcher, str] | None
         if about != _about(folder, built_from, about["corpus_sha256"]):  # tantivy does not notice every flipped bit
             raise ValueError("its checksum does not hold")
         return tantivy.Index.open(str(folder)).searcher(), about["corpus_sha256"]
-    except FileNotFoundError:  # there is none, or another run puts a new one here just now
+    except FileNotFoundError:  # no index, or another run is replacing it right now
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # JSON's words for damage, and tantivy's
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # raised by json and tantivy for damaged files
         raise UserError(f"the index is damaged ({error}); delete the folder {folder}, it is built anew") from None
 
 
 def _about(folder: Path, built_from: list, corpus_sha256: str) -> dict:
-    """Return what the file ABOUT says of an intact index. Raises OSError."""
+    """Return the expected content of the file ABOUT for an intact index. Raises OSError."""
     crc = zlib.crc32(corpus_sha256.encode())
     for part in sorted(folder.iterdir()):
-        if part.name == ABOUT or part.name.startswith("."):  # ours, locks, and what only a writer reads
+        if part.name == ABOUT or part.name.startswith("."):  # ABOUT itself, locks, and files that only a writer reads
             continue
         with part.open("rb") as file:
             while block := file.read(1 << 20):
@@ -144,12 +149,12 @@ def _about(folder: Path, built_from: list, corpus_sha256: str) -> dict:
 
 
 def _build(corpus: Path, path: Path, built_from: list) -> None:
-    """Build the index where no reader looks, then move it to `path`. Raises OSError."""
+    """Build the index in a temporary folder, then move the folder to `path`. Raises OSError."""
     started = time.perf_counter()
     building = path.with_name(f"{path.name}.tmp")
     num_passages = 0
     try:
-        shutil.rmtree(building, ignore_errors=True)  # of a killed build
+        shutil.rmtree(building, ignore_errors=True)  # left by a killed build
         building.mkdir()
         index = tantivy.Index(SCHEMA, path=str(building), reuse=False)
         index.register_tokenizer("words", ANALYZER)
@@ -161,9 +166,9 @@ def _build(corpus: Path, path: Path, built_from: list) -> None:
         with corpus.open("rb") as file:
             corpus_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         (building / ABOUT).write_text(json.dumps(_about(building, built_from, corpus_sha256)))
-        shutil.rmtree(path, ignore_errors=True)  # of another corpus; its readers keep what they have open
+        shutil.rmtree(path, ignore_errors=True)  # the index of an old corpus; its readers keep their open files
         building.replace(path)
-    except ValueError as error:  # what tantivy says when the disk is full
+    except ValueError as error:  # raised by tantivy when the disk is full
         raise OSError(f"writing {building}: {error}") from None
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -174,7 +179,7 @@ def _build(corpus: Path, path: Path, built_from: list) -> None:
 
 
 def ranking_terms(words: Iterable[str]) -> list[str]:
-    """Return the first MAX_TERMS words of a query that rank passages, each once; stop words if there are no others.
+    """Return the first MAX_TERMS different words of a query, without stop words. A query of only stop words keeps them.
 
     >>> ranking_terms(["what", "is", "the", "height", "of", "silver", "otter"])
     ['height', 'silver', 'otter']
@@ -184,10 +189,10 @@ def ranking_terms(words: Iterable[str]) -> list[str]:
 
 
 def read_corpus(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield what is indexed and what the model reads of each row.
+    """Yield two texts per row: the text to index, and the text for the model.
 
     {"title": T, "text": P} -> (T P, T: P); {"contents": P} -> (P, P); {"key": K, "text": P} -> (K, P)
-    Raises UserError for a row that is not like this (the message names file, line and field).
+    Raises UserError for any other row. The message names file, line and field.
     """
     for place, row in read_rows(path):
         body = "text" if "text" in row else "contents"
@@ -198,7 +203,7 @@ def read_corpus(path: Path) -> Iterator[tuple[str, str]]:
                 raise UserError(f'{place}: "{name}" must be a string, not {type(row[name]).__name__}')
         if not row[body].strip():
             raise UserError(f'{place}: "{body}" is empty; leave the row out')
-        # Lone surrogates ("\ud800" is valid JSON) are no text: no index takes them.
+        # Replace lone surrogates: "\ud800" is valid JSON, but no index accepts it.
         texts = (row.get(name, "").encode("utf-8", "replace").decode() for name in (body, "title", "key"))
         text, title, key = (" ".join(text.split()) for text in texts)
         shown = f"{title}: {text}" if title and not key and not text.startswith(title) else text

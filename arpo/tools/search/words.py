@@ -1,9 +1,8 @@
-"""Prepares texts for a local search: one spelling for what has several, and words in scripts that put no blanks between
-them.
+"""Prepare texts for the local search: one spelling per word, and words in scripts without blanks between words.
 
-Such a script is cut into pairs of neighbours, as Lucene's CJKAnalyzer does: pairs need no dictionary, and are rare
-enough to rank by. Of "東京は" the index gets 東, 京, は, 東京 and 京は; a query asks for 東京 and 京は. A query of a
-single character asks for that character.
+Text in such a script (Chinese, Japanese, Thai, ...) is cut into pairs of neighbouring characters, as in Lucene's
+CJKAnalyzer. Pairs need no dictionary, and are rare enough to rank passages. "東京は" is indexed as 東, 京, は, 東京 and
+京は; a query for "東京は" looks for 東京 and 京は. A query of a single character looks for this character.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ _RUN = re.compile(
     "\U00020000-\U0003ffff\u0e01-\u0e4e\u0e80-\u0ecf\u0edc-\u0eff\u1780-\u17d3\u1000-\u103f\u1050-\u108f]+"
 )
 _CHARACTER = re.compile(r"\w\W*|\W")
-"""A character, with the vowel signs that hang on it."""
+"""A character with its vowel signs."""
 _KANA_MARKS = "\u3099\u309a"
-_BREVE = "\u0306"  # й is a letter of its own, not an accented и
+_BREVE = "\u0306"  # й is a separate letter, not an accented и
 _MARKS = "".join(
     c for c in map(chr, range(0x300, 0x3100)) if unicodedata.combining(c) and c not in _KANA_MARKS + _BREVE
 )
@@ -29,7 +28,7 @@ _ACCENT = re.compile(f"[{''.join(sorted(_MARKS))}]|(?<!и){_BREVE}")
 
 
 def indexed(text: str) -> str:
-    """Return a passage with blanks between its words, for an analyzer that splits at all but letters and digits.
+    """Return a passage with blanks between words. The analyzer then splits at every character but letters and digits.
 
     >>> indexed("Ｚürich, 東京は"), indexed("Straße")
     ('zurich,  東 京 は 東京 京は ', 'strasse')
@@ -38,7 +37,7 @@ def indexed(text: str) -> str:
 
 
 def asked(text: str) -> str:
-    """Return a query likewise. asked("東京は?") -> " 東京 京は ?" """
+    """Return a query with blanks between words. asked("東京は?") -> " 東京 京は ?" """
     return _words(text, lambda characters: _pairs(characters) or characters)
 
 
