@@ -228,7 +228,7 @@ class CacheFile(Cache):
         except sqlite3.DatabaseError as error:
             if self.read_only or not is_first or self.can_still_read(error):
                 raise
-            if self.path.suffix not in (".sqlite", ".sqlite3", ".db"):  # after a wrong path
+            if self.path.suffix not in (".sqlite", ".sqlite3", ".db"):  # a wrong path, perhaps: keep the file
                 raise UserError(f"{self.path}: not a cache; name it *.sqlite if it is a broken one") from None
             self._disconnect()
             aside = self._move_aside()

@@ -1,7 +1,7 @@
-"""Fetch a web page that a stranger chose: within limits, and never from inside the own network.
+"""Fetch a web page from an untrusted address: within limits, and never from the local network.
 
-The address of every socket is checked before it connects, whatever name or redirect has led there. Proxies of the
-environment are not used, since they would look the name up themselves.
+The IP address of every socket is checked before the socket connects, also after a redirect. Proxies of the environment
+are not used: a proxy would resolve the host name without this check.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_PAGE_BYTES = 5_000_000
 KINDS = {"text/html": "html", "application/xhtml+xml": "html", "application/pdf": "pdf", "text/plain": "plain"}
 _HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; arpo-torch)", "Accept": ", ".join(KINDS)}
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_RESERVED = [  # by IANA or an old RFC, but public to Python's ipaddress, at least in its older versions
+_RESERVED = [  # reserved by IANA or an old RFC, but public in (older versions of) Python's ipaddress
     ipaddress.ip_network(block)
     for block in (
         *("192.0.0.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.175.48.0/24"),
@@ -31,16 +31,17 @@ _RESERVED = [  # by IANA or an old RFC, but public to Python's ipaddress, at lea
         *("5f00::/16", "fec0::/10"),
     )
 ]
-_CLOUD_SERVICES = ("168.63.129.16", "192.0.0.192")  # metadata of Azure and Oracle, at addresses that look public
+_CLOUD_SERVICES = ("168.63.129.16", "192.0.0.192")  # metadata of Azure and Oracle, at public-looking addresses
 
 
 class PageRefused(OSError):
-    """The page may not or cannot be read; the message says why."""
+    """The page may not or cannot be read. The message is the reason."""
 
 
 def is_public(address: str) -> bool:
-    """Return False for private, loopback, link-local, multicast, reserved and metadata addresses, wrapped ones too, and
-    for those of this machine's interfaces, behind which no firewall stands.
+    """Return False for private, loopback, link-local, multicast, reserved and metadata addresses, also inside IPv6.
+
+    Also False for the addresses of this machine's interfaces: no firewall protects the machine from itself.
 
     >>> is_public("93.184.215.14"), is_public("169.254.169.254"), is_public("::ffff:127.0.0.1")
     (True, False, False)
@@ -60,7 +61,7 @@ def is_public(address: str) -> bool:
 
 
 def _is_own(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Return whether an interface of this machine has the address. Raises OSError where that is not to be found out."""
+    """Return True if an interface of this machine has the address. Raises OSError if the test fails."""
     try:
         with socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.bind((str(ip), 0))
@@ -68,23 +69,22 @@ def _is_own(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     except OSError as error:
         if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             raise
-        return False  # it is another machine's, or of a protocol that this one lacks
+        return False  # an address of another machine, or of a protocol without support here
 
 
 class PageFetcher(OwnsSession):
-    """Fetches at most `max_concurrent` pages at a time, on one event loop."""
+    """Fetches pages, at most `max_concurrent` at a time, on one event loop."""
 
     def __init__(self, *, max_concurrent: int, may_connect: Callable[[str], bool] = is_public):
-        """`may_connect` says of an IP address whether a page may come from there."""
+        """`may_connect(ip)` returns True if pages may come from this IP address."""
         self._may_connect = may_connect
         self._slots = asyncio.Semaphore(max_concurrent)
 
     async def fetch(self, url: str, *, deadline_s: float) -> tuple[bytes, str, str]:
-        """Return a page, its kind (html, pdf or plain) and the charset that its header names ("" = none), after at most
-        MAX_REDIRECTS redirects.
+        """Return the page, its kind (html, pdf or plain) and the charset in its header ("" = no charset).
 
-        `deadline_s` begins when the fetch gets its turn. Raises PageRefused, TimeoutError, or what the connection
-        raised (aiohttp.ClientError, OSError).
+        Follows at most MAX_REDIRECTS redirects. `deadline_s` begins when the fetch gets its turn. Raises PageRefused,
+        TimeoutError, or an error of the connection (aiohttp.ClientError, OSError).
         """
         async with self._slots:
             try:
@@ -97,11 +97,11 @@ class PageFetcher(OwnsSession):
                     raise PageRefused(f"more than {MAX_REDIRECTS} redirects")
             except TimeoutError:
                 raise TimeoutError(f"no page within {deadline_s:g} s") from None
-            except ValueError as error:  # of addresses that aiohttp or the resolver cannot encode
+            except ValueError as error:  # aiohttp or the resolver cannot encode the address
                 raise PageRefused(f"unusable address: {type(error).__name__}") from None
 
     async def _get(self, url: str) -> tuple[bytes, str, str] | str:
-        """Return what `fetch` does, or the address that the page redirects to."""
+        """Send one request. Return the result of `fetch`, or the target of a redirect."""
         parts = split_url(url)
         if parts is None:
             raise PageRefused("not an http or https address")
@@ -111,7 +111,7 @@ class PageFetcher(OwnsSession):
             resolver=ThreadedResolver(),
             socket_factory=self._checked_socket,
             use_dns_cache=False,
-            force_close=True,  # pages are from everywhere
+            force_close=True,  # each page is on another server
         )
         async with session.get(url, headers=_HEADERS, allow_redirects=False) as response:
             if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
@@ -127,7 +127,7 @@ class PageFetcher(OwnsSession):
             return body, kind, response.charset or ""
 
     def _checked_socket(self, addr_info: tuple) -> socket.socket:
-        """Make a socket if its address may be connected to."""
+        """Make a socket. Raises PermissionError if connections to its address are not allowed."""
         family, kind, protocol, _, address = addr_info
         if not self._may_connect(address[0]):
             raise PermissionError(errno.EACCES, f"{address[0]} is not a public address")

@@ -1,7 +1,7 @@
-"""Search over the network: Bing through Bright Data, Google through Serper, or a retriever of your own.
+"""Search over the network: Bing through Bright Data, Google through Serper, or your own retriever.
 
-A service is a `Service`: its address, what is sent, and where the passages are in what comes back. `http/client.py`
-is responsible for everything that can go wrong on the way. Keys come from the environment and stay in this process.
+A `Service` describes one service: its address, its request, and where its answer has the passages. `http/client.py`
+handles all failures of the connection. Keys come from the environment and stay in this process.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class Passage:
 
     text: str
     link: str = ""
-    """Address of the page that the text is from; empty where the service names none."""
+    """Address of the page with this text; "" if the service names no page."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """The particulars of one search service."""
+    """Address, request and answer format of one search service."""
 
     payload: Callable[[SearchConfig, str], dict[str, Any]]
-    """Returns the JSON that is posted for a query."""
+    """Returns the JSON request for a query."""
     passages: Callable[[Any], list[Passage]]
-    """Returns the passages of the decoded answer, best first. Raises ValueError where it answers no search."""
+    """Returns the passages of the decoded answer, best first. Raises ValueError for an unusable answer."""
     params: Callable[[SearchConfig], dict[str, object]]
-    """Returns the settings that change an answer."""
+    """Returns all settings with an effect on the answer. They are part of the cache key."""
     url: str = ""
-    """Address of the service; empty = the user must name one."""
+    """Address of the service; "" = the user must set tools.search.url."""
     key_variable: str = ""
-    """Environment variable of the key; empty = the service needs none."""
+    """Environment variable of the key; "" = the service needs no key."""
     headers: Callable[[str], dict[str, str]] = bearer
-    """Returns the headers that carry the key."""
+    """Returns the HTTP headers with the key."""
 
 
 def _market_of(cfg: SearchConfig, query: str) -> list[str]:
@@ -70,16 +70,16 @@ def _serper_payload(cfg: SearchConfig, query: str) -> dict[str, Any]:
 
 
 ANSWER_BOXES = ("answerBox", "featured_snippets", "knowledgeGraph", "knowledge")
-"""Fields beside the results, with what answers at once (a converter, the weather) or is known of an entity: Serper's
-answerBox and knowledgeGraph, Bright Data's featured_snippets (a list) and knowledge."""
+"""Fields beside the results with a direct answer (a unit converter, the weather) or facts about an entity. Serper has
+answerBox and knowledgeGraph; Bright Data has featured_snippets (a list) and knowledge."""
 PLAIN_FACTS = ("title", "name", "subtitle", "snippet", "description", "summary", "text")
-"""Fields of an answer box that are shown without their names."""
+"""Fields of an answer box shown without the field's name."""
 NO_FACTS = ("rank", "global_rank", "image", "image_alt", "image_base64", "position", "description_source")
 
 
 def _organic(tree: Any, text_field: str, empty_mark: str) -> list[Passage]:
-    """Return the answer boxes, then the `organic` results. An answer that has neither must have the field `empty_mark`,
-    or it is an error page."""
+    """Return the answer boxes, then the `organic` results. An answer without both must have the field `empty_mark`.
+    Without this field the answer is an error page."""
     rows = tree.get("organic") if isinstance(tree, dict) else 0
     if not isinstance(rows, list | None):
         raise ValueError("no object with a list of organic results")
@@ -102,23 +102,23 @@ def _result(row: Any, text_field: str) -> Passage:
 
 
 def _box_text(box: dict[str, Any]) -> str:
-    """Return all that an answer box says. {"title": "5 km", "answer": "3.1 mi"} -> "5 km; answer: 3.1 mi" """
+    """Return the text of an answer box. {"title": "5 km", "answer": "3.1 mi"} -> "5 km; answer: 3.1 mi" """
     facts = {**box, **_named_facts(box.get("attributes")), **_named_facts(box.get("facts"))}
     shown = {name: text for name, value in facts.items() if name not in NO_FACTS and (text := _fact_text(value))}
     return "; ".join(text if name in PLAIN_FACTS else f"{name}: {text}" for name, text in shown.items())
 
 
 def _named_facts(facts: Any) -> dict[str, Any]:
-    """Return Serper's attributes as they are, and Bright Data's [{"key": "CEO", "value": [{"text": "Tim Cook"}]}] by
-    their keys."""
+    """Return facts by name. Serper's attributes have this form already. Bright Data's list is converted:
+    [{"key": "CEO", "value": [{"text": "Tim Cook"}]}] -> {"CEO": [{"text": "Tim Cook"}]}"""
     if isinstance(facts, list):
         return {str(fact["key"]): fact.get("value") for fact in facts if isinstance(fact, dict) and fact.get("key")}
     return facts if isinstance(facts, dict) else {}
 
 
 def _fact_text(value: Any) -> str:
-    """Return a fact as text: a text, a number, an object with a text, or a list of such objects; "" for anything else,
-    and for addresses."""
+    """Return a fact as text. A fact is a text, a number, an object with a `text`, or a list of these objects. Return
+    "" for any other value, and for web addresses."""
     if isinstance(value, dict):
         value = value.get("text")
     if isinstance(value, list):
@@ -128,7 +128,7 @@ def _fact_text(value: Any) -> str:
 
 
 def _readable(rows: list[Any], read: Callable[[Any], Passage]) -> list[Passage]:
-    """Read the rows that can be read. Raises ValueError where there are some, and none can be."""
+    """Read the rows, and skip unreadable rows. Raises ValueError if all rows are unreadable."""
     passages, problem = [], None
     for row in rows:
         try:
@@ -141,8 +141,8 @@ def _readable(rows: list[Any], read: Callable[[Any], Passage]) -> list[Passage]:
 
 
 def _retriever_payload(cfg: SearchConfig, query: str) -> dict[str, Any]:
-    """Return what the common retrievers understand: Search-R1's, verl's, slime's and miles' read `queries`, and the
-    first two of these fail where no scores are asked for; SkyRL's reads `query`."""
+    """Return one request for all common retrievers: Search-R1's, verl's, slime's and miles' read `queries`, SkyRL's
+    reads `query`. Search-R1's and verl's fail without `return_scores`."""
     return {"queries": [query], "query": query, "topk": cfg.num_passages, "return_scores": True}
 
 
@@ -171,13 +171,13 @@ def _document(document: Any) -> Passage:
 
 
 def _link(row: dict[str, Any], name: str) -> str:
-    """Return a link of a result; empty where it is missing or anything but a string: the text is still good."""
+    """Return a link of a result; "" for a missing link or another type, since the text is still usable."""
     link = row.get(name)
     return link.strip() if isinstance(link, str) else ""
 
 
 def _text(row: Any, name: str) -> str:
-    """Return a field of a result; empty where it is missing or null, as it is in ads and maps."""
+    """Return a field of a result as text; "" if the field is missing or null, as in ads and maps."""
     if not isinstance(row, dict):
         raise ValueError("a result is not an object")
     value = row.get(name)
@@ -192,7 +192,7 @@ def _text(row: Any, name: str) -> str:
 
 def _web_params(cfg: SearchConfig) -> dict[str, object]:
     params = {"market": cfg.market, "max_results": cfg.num_passages, "max_passage_chars": MAX_PASSAGE_CHARS}
-    return params | ({"location": cfg.location} if cfg.location else {})  # keys of older caches lack it
+    return params | ({"location": cfg.location} if cfg.location else {})  # cache keys of older versions lack it
 
 
 WITHOUT = "leave search out: --tools.names python"
@@ -221,20 +221,20 @@ SERVICES: dict[str, Service] = {
 
 
 def clean_passages(passages: Iterable[Passage]) -> list[Passage]:
-    """Return the passages with clean texts, without empty and repeated ones."""
+    """Clean the texts, and drop empty and repeated passages."""
     links: dict[str, str] = {}
     for passage in passages:
-        # the rest is cut anyway, and a megabyte of it takes a second to clean
+        # the rest is cut later anyway, and cleaning takes a second per megabyte
         links.setdefault(clean_text(passage.text[: 4 * MAX_PASSAGE_CHARS]), passage.link)
     return [Passage(text, link) for text, link in links.items() if text]
 
 
 class HttpBackend:
-    """A backend of the search tool that asks one of the services."""
+    """A search backend on top of one of the services."""
 
     def __init__(self, cfg: SearchConfig, *, time_source: Time | None = None):
-        """Unless the config replays, rank 0 asks one query before training. Raises UserError for a refused key, and a
-        service that does not answer."""
+        """Rank 0 sends one test query before training, unless the config replays. Raises UserError for a refused key,
+        and if the service does not answer."""
         self._cfg, self._service = cfg, SERVICES[cfg.backend]
         self.params = self._service.params(cfg)
         self._client: HttpClient | None = None
@@ -258,7 +258,7 @@ class HttpBackend:
         return format_passages([found.text for found in await self.find(query)], MAX_PASSAGE_CHARS)
 
     async def find(self, query: str) -> list[Passage]:
-        """Return the results with their addresses, best first. Raises what `HttpClient.post` raises."""
+        """Return the results with their addresses, best first. Raises the errors of `HttpClient.post`."""
         payload = self._service.payload(self._cfg, query)
         found = await self._client.post(payload, self._service.passages)
         return clean_passages(found)[: self._cfg.num_passages]
@@ -269,7 +269,7 @@ class HttpBackend:
 
 
 def rate_limit_of(cfg: SearchConfig) -> LocalRateLimit | None:
-    """Return the limit of all ranks where the cache's class has a `rate_limit`, else this rank's share; or None."""
+    """Return a limit shared by all ranks if the cache's class has one, or this rank's share; None = no limit."""
     if not cfg.requests_per_second:
         return None
     if cfg.mode != "live" and is_own(cfg.cache):
@@ -280,7 +280,7 @@ def rate_limit_of(cfg: SearchConfig) -> LocalRateLimit | None:
 
 
 def check_settings(cfg: SearchConfig) -> None:
-    """Raises UserError for a missing key, and for a value that cannot work."""
+    """Raises UserError for a missing key or an invalid setting."""
     variable, url = SERVICES[cfg.backend].key_variable, cfg.url or SERVICES[cfg.backend].url
     if variable and not cfg.replays and not read_key(variable):
         raise UserError(
