@@ -1,6 +1,7 @@
 """The entries of `servers`: how a server is started or reached, which of its tools are offered, and its limits.
 
-An entry is JSON, in a YAML file a mapping. Keys of services stand in the environment, and here only their names:
+On the command line an entry is JSON, in a YAML file a mapping. Keys of services stand in the environment. The entry
+names only the variables:
 
     servers:
       - {command: npx, args: [-y, some-server], env: {API_KEY: $SOME_KEY}}
@@ -33,18 +34,19 @@ SECRET_NAMES = (
 )  # fmt: skip
 """Ends of names whose values must not stand in a config."""
 _SECRET_WORDS = re.compile(r"(?:.*[-_.])?(?:pin|otp|totp|code|sig|pat|k)", re.IGNORECASE)
-"""Names of such values that other words end in too: only whole, or behind a dash."""
+"""More names of secret values. Other words have the same endings, so only the full name counts, or the name behind a
+dash."""
 _SHORT_FLAGS = {"-u": r".*:.*", "-p": r"(?!\d+(?::\d+)*$)[^@]*", "--user": r".*:.*"}
-"""Flags before a name with a password, or a password, and what their values then look like; a port is none."""
+"""Flags before a user name with a password, or before a password, and the form of the values. A port does not match."""
 _PASSWORD_CLIENTS = ("mysql", "mysqldump", "mysqladmin", "mariadb", "mariadb-dump", "sshpass")
-"""Programs whose -p has the password directly behind it."""
+"""Programs with the password directly behind -p."""
 _PACKAGE_RUNNERS = ("npx", "npm", "pnpm", "bunx", "yarn")
-"""Programs whose -p has a package behind it."""
+"""Programs with a package behind -p."""
 _SCHEMES = {"bearer", "basic", "token", "apikey"}
-"""Words that may stand beside a $NAME."""
+"""Words allowed beside a $NAME."""
 _UUID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", re.IGNORECASE)
 _MOST_QUERY_CHARS = 8
-"""Longer values of an address's query may be keys, whatever their name is."""
+"""Longer values in the query of an address may be keys, under any name."""
 _SECRET = re.compile(
     r"\b(?i:bearer|basic)\s+[^\s$]|://[^/\s@:]*:[^/\s@$][^/\s@]*@|://(?!\$)[^/\s@:]+@"
     r"|\b(?:sk-|[spr]k_|gh[opsu]_|github_pat_|glpat-|hf_|xox[abprs]-|AKIA|AIza|ya29\.|eyJ"
@@ -52,46 +54,47 @@ _SECRET = re.compile(
     rf"|(?:^|[\s?&#;,{{'\"])[\w-]*(?i:{'|'.join(SECRET_NAMES)})['\"]?\s*[:=]\s*['\"]?(?!\w+ \$)[^\s'\"$/-]"
     r"|(?=[\w-]*[a-z])(?=[\w-]*[A-Z])(?=[\w-]*\d)\b[\w-]{24}|\b[0-9a-f]{32}\b"
 )
-"""Texts that are, or have in them, a key as services give it, a password in an address, a value beside such a name, 24
-letters and digits that are no word, or 32 digits of a hexadecimal number."""
+"""Matches texts with a secret in them: a key in the form of a known service, a password in an address, a value beside
+a secret name, 24 letters and digits without a word, or 32 hexadecimal digits."""
 _PLAIN = re.compile(r"true|false|[\d.]+", re.IGNORECASE)
-"""Values of env and headers that may stand there as they are; all others are $NAME."""
+"""Values of env and headers allowed in plain text. All others must be $NAME."""
 _LEAST_SECRET_CHARS = 4
-"""Shorter values of the environment are no secrets: hiding every "1" would only mangle results."""
+"""Shorter values of the environment are not hidden: hiding every "1" would only mangle results."""
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
 class McpServer:
-    """One server of the Model Context Protocol: a process that is started (`command`), or an address (`url`)."""
+    """One server of the Model Context Protocol: a process to start (`command`), or an address (`url`)."""
 
     command: str = ""
-    """Program that speaks MCP on its standard input and output. Every rank starts its own."""
+    """Program with MCP on standard input and output. Every rank starts a process of this program."""
     args: Annotated[tuple[str, ...], PROGRAM] = ()
-    """Its arguments; $NAME is a variable of the environment, and the only way in which a key may stand there."""
+    """Arguments of the program. $NAME is a variable of the environment. A key must be written as $NAME."""
     env: Annotated[tuple[tuple[str, str], ...], PROGRAM] = ()
-    """Its environment beside PATH, HOME, USER, LOGNAME, SHELL and TERM: $NAME, a variable of ours; numbers, true and
-    false may stand there as they are."""
+    """Environment of the program, in addition to PATH, HOME, USER, LOGNAME, SHELL and TERM. A value is $NAME (a
+    variable of our environment), a number, true or false."""
     url: str = ""
-    """Address of a streamable HTTP server, like http://host:8000/mcp; with $NAME likewise."""
+    """Address of a streamable HTTP server, like http://host:8000/mcp. $NAME is replaced as in `args`."""
     headers: Annotated[tuple[tuple[str, str], ...], ADDRESS] = ()
-    """Headers of every request to it, likewise."""
+    """Headers of every request to the address. Values as in `env`."""
     prefix: str = ""
-    """Stands before the names of the server's tools."""
+    """Text put before the names of the server's tools."""
     tools: tuple[str, ...] = ()
-    """Names of the tools that are offered, as the server calls them; none = all."""
+    """Names of the offered tools, without the prefix; empty = all tools of the server."""
     deadline_s: Annotated[float, DURATION_S] = 60.0
-    """Longest time of one call in seconds, all tries included. Waiting for its turn, or for a server that starts again,
-    is not counted."""
+    """Longest time of one call in seconds, all tries included. The time does not include the wait for a turn, or for a
+    restart of the server."""
     start_s: Annotated[float, DURATION_S] = 60.0
-    """Longest time that the server may take to start and to list its tools, in seconds."""
+    """Longest time for the server to start and to list its tools, in seconds."""
     max_concurrent: Annotated[int, AtLeast(1)] = 8
-    """Most calls of a rank that are under way at the same time."""
+    """Most calls of a rank under way at the same time."""
     max_sessions: Annotated[int, AtLeast(0)] = 0
-    """Most trajectories of a rank that have a server each, for servers with state: a process for `command`, a
-    connection for `url`. 0 = all trajectories share one."""
+    """For servers with state: each trajectory gets a server of its own (a process for `command`, a connection for
+    `url`), and at most this many trajectories of a rank have a server at a time. 0 = all trajectories share one."""
     max_tries: Annotated[int, AtLeast(1)] = 3
-    """Most times that a call is sent where connections break; 1 = what may have been carried out is not repeated."""
+    """Most times a call is sent if connections break. 1 = never send a call again, as the server may have executed
+    the first."""
     cache: str = ""
     """Cache of call -> result, as in tools.search.cache; empty = every call is made."""
     mode: Annotated[str, Needs("cache", use="FILE")] = "record"
@@ -104,16 +107,16 @@ class McpServer:
 
     @property
     def identity(self) -> dict[str, object]:
-        """The settings that decide which server answers; part of the keys of its cache."""
+        """The settings that identify the server. They are part of the keys of its cache."""
         return {"url": self.url} if self.url else {"command": self.command, "args": list(self.args)}
 
     @property
     def replays(self) -> bool:
-        """True where nothing but the cache is asked."""
+        """True if all calls are answered from the cache."""
         return self.mode in ("replay", "replay_strict")
 
     def secrets(self) -> dict[str, str]:
-        """Return the variables of the environment that the entry refers to. Raises UserError for a missing one."""
+        """Return the environment variables named in the entry. Raises UserError for a missing variable."""
         texts = (self.url, *self.args, *(text for _, text in (*self.env, *self.headers)))
         names = {name for text in texts for name in Template(text).get_identifiers()}
         for name in sorted(names):
@@ -122,15 +125,15 @@ class McpServer:
         return {name: os.environ[name] for name in sorted(names)}
 
     def resolved(self, pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-        """Return `env` or `headers` as `filled`."""
+        """Return `env` or `headers` with all values `filled`."""
         return {name: self.filled(text) for name, text in pairs}
 
     def filled(self, text: str) -> str:
-        """Return a text with the values of the environment. For the server only, never to be written."""
+        """Replace each $NAME by the value of the variable. The result is for the server only: never write it down."""
         return Template(text).safe_substitute(self.secrets())
 
     def redacted(self, text: str) -> str:
-        """Return a text of the server in which no value of the environment stands that was given to it."""
+        """Hide the values of the server's environment variables in a text from the server."""
         for name, value in sorted(self.secrets().items(), key=lambda item: -len(item[1])):
             if len(value) >= _LEAST_SECRET_CHARS:
                 text = text.replace(value, f"${name}")
@@ -138,12 +141,12 @@ class McpServer:
 
 
 def names_secret(name: str) -> bool:
-    """Return whether what has this name may be a secret. "--api-key", "accessToken" -> True, "max_tokens" -> False"""
+    """Return whether a value of this name may be a secret. "--api-key", "accessToken" -> True, "max_tokens" -> False"""
     return name.lower().endswith(SECRET_NAMES) or bool(_SECRET_WORDS.fullmatch(name.lstrip("-")))
 
 
 def parse_servers(entries: Iterable[str]) -> tuple[McpServer, ...]:
-    """Return the servers of the entries. Raises ValueError, which names the entry, for one that makes no sense."""
+    """Return the servers of the entries. For an invalid entry, raises ValueError with the position of the entry."""
     return tuple(parse_server(entry, f"servers[{number}]") for number, entry in enumerate(entries))
 
 
@@ -169,7 +172,7 @@ def parse_server(entry: str, where: str) -> McpServer:
 
 
 def _value(value: Any, default: Any, *, pairs: bool, where: str) -> Any:
-    """Return a value as the field has it. Raises ValueError for one of another type."""
+    """Convert a value to the type of the field's default. Raises ValueError for a value of another type."""
     if pairs:
         fits = isinstance(value, dict) and all(isinstance(one, str | int | float) for one in value.values())
         require(fits, f"{where} must be a mapping of names to texts")
@@ -185,7 +188,7 @@ def _value(value: Any, default: Any, *, pairs: bool, where: str) -> Any:
 
 
 def _check(server: McpServer, where: str) -> None:
-    """Raise ValueError for values with which no call could be made, or with which a secret would be written down."""
+    """Raise ValueError if no call could be made with these values, or if a secret would be written down."""
     _check_secrets(server, where)  # first: other messages show values
     require(bool(server.command) != bool(server.url), f"{where} must have either a command or a url")
     wrong = [out_of_range(server), *(one.message for one in ignored(server))]
@@ -199,7 +202,7 @@ def _check(server: McpServer, where: str) -> None:
 
 
 def _check_secrets(server: McpServer, where: str) -> None:
-    """Raise ValueError where a secret may stand in what is copied into the run's folder, and shown in messages."""
+    """Raise ValueError if a value may be a secret. The entry is copied into the run's folder and shown in messages."""
     for key, pairs in (("env", server.env), ("headers", server.headers)):
         for name, text in pairs:
             variable = "$" + re.sub("[^A-Za-z0-9_]", "_", name).upper()
@@ -224,7 +227,7 @@ def _check_secrets(server: McpServer, where: str) -> None:
 
 
 def _is_reference(text: str) -> bool:
-    """Return whether a text consists of $NAMEs, and of words that name a scheme. "Bearer $KEY" -> True"""
+    """Return whether a text has only $NAMEs and names of schemes. "Bearer $KEY" -> True"""
     words = [word for word in text.split() if word.lower().rstrip(":") not in _SCHEMES]
     return bool(words) and all(Template(word).get_identifiers() for word in words) and not _SECRET.search(text)
 

@@ -1,8 +1,8 @@
-"""The connection to one MCP server: opened when it is needed, opened again when it has broken.
+"""The connection to one MCP server. The first call opens it. A call after a break opens it again.
 
-anyio wants a client closed by the task that opened it, so each connection is owned by a task of its own, which opens
-the client, lists the tools, waits until it is told to close, and closes it. Calls run in the tasks of their callers.
-Everything is for one event loop.
+anyio requires the same task to open and to close a client. So each connection has an owner task: the task opens the
+client, lists the tools, waits for the order to close, and closes the client. Calls run in the tasks of their callers.
+All tasks belong to one event loop.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ logger = logging.getLogger(__name__)
 
 GUARD = Path(__file__).with_name("guard.py")
 CLOSE_S = 15.0
-"""Longest time that a server may take to end: its client closes its input, then terminates, then kills it."""
+"""Longest time for a server to end. The client closes the server's input, then sends SIGTERM, then SIGKILL."""
 GRACE_S = 1.0
-"""Time that the client has to notice that a call is overdue, before we do."""
+"""Extra time for the client to report an overdue call before we report the timeout."""
 PROBE_S = 5.0
-"""Longest time in which a server that is alive lists its tools, or says goodbye."""
+"""Longest time for a live server to list its tools, or to close a session."""
 STDERR_BYTES, MAX_SAID_CHARS = 2000, 300
-"""Bytes kept of the last that a server wrote to its standard error, and characters of its end that are shown."""
+"""Bytes kept from the end of a server's standard error, and the characters of the last line shown in messages."""
 HTTP_FAILED = "Server returned an error response"
-"""Message with which the client stands in for an HTTP error that has no JSON-RPC error in it."""
+"""The client's message for an HTTP error without a JSON-RPC error."""
 SESSION_LOST = "Session terminated"
-"""The same for an HTTP server that does not know our session any more."""
+"""The client's message if an HTTP server has forgotten our session."""
 
 
 MAX_LOG_LINES = 20
-"""Most lines of each logger of the client, which may say one for each line of garbage that it reads."""
+"""Most lines of each logger of the client: the client may log a line for each line of garbage it reads."""
 _num_lines: Counter[str] = Counter()
 
 
 def _few_and_short(record: logging.LogRecord) -> bool:
-    record.exc_info = None  # it shows what a server wrote, maybe a key of it
+    record.exc_info = None  # the traceback shows the server's output, perhaps with a key in it
     _num_lines[record.name] += 1
     return _num_lines[record.name] <= MAX_LOG_LINES
 
@@ -58,30 +58,30 @@ for name in ("stdio", "streamable_http", "session"):
 
 
 class ConnectionLost(ConnectionError):
-    """The server could not be reached, or went away. The message says how, without anything secret."""
+    """The server could not be reached, or went away. The message gives the reason, without secrets."""
 
 
 class Connection:
-    """One server: its client, and the task that owns it."""
+    """The connection to one server, through a client. A broken client is replaced by a new client."""
 
     def __init__(self, server: McpServer):
         self.server = server
         self.num_restarts = 0
-        """Times that the connection was opened again because it had broken."""
+        """Number of times a broken connection was opened again."""
         self._owner: OpenClient | None = None
         self._is_closed = False
 
     @property
     def has_broken(self) -> bool:
-        """True where it was open, and is so no longer."""
+        """True if the connection was open and has ended."""
         return self._owner is not None and self._owner.was_open and self._owner.has_ended
 
     def last_words(self) -> str:
-        """Return why the newest client ended, in one line; "" before there was one."""
+        """Return why the newest client ended, in one line; "" before the first client."""
         return self._owner.last_words() if self._owner else ""
 
     async def opened(self) -> OpenClient:
-        """Return a client that is open, a new one where the last has broken. Raises ConnectionLost."""
+        """Return an open client. Open a new client if the last has broken. Raises ConnectionLost."""
         if self._is_closed:
             raise ConnectionLost("it is closed")
         former = self._owner
@@ -102,10 +102,12 @@ class Connection:
 
 
 class OpenClient:
-    """One client, and the task that owns it from its opening to its end."""
+    """One client and its owner task, from the opening to the end."""
 
     def __init__(self, server: McpServer, former: OpenClient | None):
-        """Starts the task, which waits for the end of the `former` first: two would write to the same files."""
+        """Start the task. The task first waits for the end of the `former` client, as two servers would write to the
+        same files.
+        """
         import anyio
 
         self.server = server
@@ -125,14 +127,14 @@ class OpenClient:
         return self._closing.is_set()
 
     async def opened(self) -> None:
-        """Return when the client is open and the tools are listed. Raises ConnectionLost."""
+        """Wait until the client is open and the tools are listed. Raises ConnectionLost."""
         await asyncio.shield(self._is_open)
 
     async def call(self, name: str, arguments: dict[str, object], timeout_s: float) -> CallToolResult:
         """Call a tool once.
 
-        Raises ConnectionLost where the call may not have reached the server, or its answer us; TimeoutError where the
-        server is there but has not answered; and MCPError where it refuses the call.
+        Raises ConnectionLost if the call may not have reached the server, or if the answer was lost on the way back;
+        TimeoutError if the server is alive but has not answered; MCPError if the server refuses the call.
         """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
@@ -147,7 +149,7 @@ class OpenClient:
                 raise ConnectionLost(self.http_status() or "it answers with an HTTP error") from None
             if error.code != REQUEST_TIMEOUT:
                 raise
-        except TimeoutError:  # the server does not even take the request
+        except TimeoutError:  # the server has not even read the request
             pass
         except (OSError, *_stream_errors()) as error:
             raise await self._lost(_reason(error)) from None
@@ -156,9 +158,9 @@ class OpenClient:
         raise await self._lost("it hangs")
 
     async def _lost(self, what: str) -> ConnectionLost:
-        """Close a connection that has broken. Return the error that says so.
+        """Close a broken connection, and return the error to raise.
 
-        `what` broke it, as far as a call can see. The owner's task may know better, once it has ended.
+        `what` is the reason seen by the call. Once the owner task has ended, the task may give a better reason.
         """
         self._end()
         await asyncio.wait([self._task], timeout=CLOSE_S)
@@ -166,7 +168,7 @@ class OpenClient:
         return ConnectionLost(self.last_words())
 
     async def close(self) -> None:
-        """End the task, and with it the server's processes."""
+        """End the task and the server's processes."""
         self._end()
         done, _ = await asyncio.wait([self._task], timeout=CLOSE_S)
         if not done:
@@ -175,10 +177,10 @@ class OpenClient:
     def _end(self) -> None:
         self._closing.set()
         if not self._is_open.done():
-            self._scope.cancel()  # the task does not wait for the event yet
+            self._scope.cancel()  # the task is not yet waiting for the event
 
     async def _is_alive(self) -> bool:
-        """Return whether the server still answers anything."""
+        """Return whether the server still answers a request."""
         from mcp import MCPError
 
         try:
@@ -189,8 +191,8 @@ class OpenClient:
         return True
 
     def last_words(self) -> str:
-        """Return why the connection ended, and what the server wrote last to its standard error, in one line."""
-        said = self.server.redacted(self._stderr.last_line())[-MAX_SAID_CHARS:]  # a key that is cut is not found
+        """Return why the connection ended, and the server's last line on standard error, as one line."""
+        said = self.server.redacted(self._stderr.last_line())[-MAX_SAID_CHARS:]  # hide before the cut: half a key stays
         why = self.server.redacted(self._error or "it closed the connection")
         return f"{why}; it said: {said}" if said else why
 
@@ -212,8 +214,8 @@ class OpenClient:
                     self.was_open = True
                     self._is_open.set_result(None)
                     await self._closing.wait()
-                    self._scope.deadline = anyio.current_time() + PROBE_S  # a goodbye over HTTP may find no listener
-            except Exception as error:  # an ExceptionGroup, mostly: whatever broke the connection is no bug of ours
+                    self._scope.deadline = anyio.current_time() + PROBE_S  # the last request may get no answer
+            except Exception as error:  # mostly an ExceptionGroup: any error here is a broken connection
                 self._error = self._error or _reason(error)
         timer.cancel()
         self._closing.set()
@@ -221,7 +223,7 @@ class OpenClient:
             if any(status >= 400 for status in self._statuses):
                 self._error = self.http_status()
             self._is_open.set_exception(ConnectionLost(self.last_words()))
-            self._is_open.exception()  # nobody may be waiting any more
+            self._is_open.exception()  # read the error, as perhaps no caller waits for it
 
     def _give_up(self, reason: str) -> None:
         self._error = reason
@@ -255,7 +257,7 @@ class OpenClient:
 
 
 class _Tail(asyncio.Protocol):
-    """Reads what a server writes to its standard error, and keeps the end of it."""
+    """Reads a server's standard error, and keeps the end."""
 
     def __init__(self) -> None:
         self._end = b""
@@ -265,7 +267,7 @@ class _Tail(asyncio.Protocol):
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[object]:
-        """Yield a file to write to."""
+        """Yield a file for the server to write to."""
         reading, writing = os.pipe()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, os.fdopen(reading, "rb"))
         try:
@@ -282,9 +284,9 @@ class _Tail(asyncio.Protocol):
 async def _listed(client: Client) -> list[Tool]:
     """Return all tools of a server, page by page."""
     tools: list[Tool] = []
-    cursor: str | None = None  # also the last page's: then it is one of those seen
+    cursor: str | None = None  # None for the first page, and again after the last
     seen: set[str | None] = set()
-    while cursor not in seen:  # a server may send us round in a circle
+    while cursor not in seen:  # a faulty server may repeat a cursor forever
         seen.add(cursor)
         page = await client.list_tools(cursor=cursor)
         tools += page.tools
@@ -306,7 +308,7 @@ def _stream_errors() -> tuple[type[Exception], ...]:
 
 
 def program_of(server: McpServer) -> str:
-    """Return the path of a server's program. Raises UserError where there is none."""
+    """Return the path of a server's program. Raises UserError if the program is not found."""
     path = shutil.which(server.command, path=server.resolved(server.env).get("PATH"))
     if path is None:
         raise UserError(f"MCP server: there is no program {server.command!r}; install it, or correct the command")

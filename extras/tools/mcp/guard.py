@@ -1,11 +1,11 @@
-"""Runs a program, and ends it with all that it has started when our process dies, however that dies.
+"""Runs a program. If the parent process dies in any way, ends the program and all processes started by the program.
 
     python -I guard.py PARENT_PID PROGRAM [ARGS ...]
 
-A server that waits for input ends by itself then, as its standard input does; one that hangs, or a shell between it and
-us, does not, nor do processes that have left its session. So the program runs below a keeper, to which all that it has
-started belongs (prctl's subreaper), and the keeper runs below this process, which the client may kill. It imports
-nothing of this package.
+Without a guard, a server at rest would still end by itself, because its standard input ends with the parent. A hanging
+server would stay, and so would a shell between server and parent, and a process in another session. So there are three
+levels: this guard, a keeper below the guard, and the program below the keeper. The keeper inherits all processes of the
+program (prctl's subreaper). The client may kill the guard. This module imports nothing of the package.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import sys
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PARENT_DIED = signal.SIGUSR1
-"""Not SIGTERM, which all of the session get when they are asked to end, and have a moment for it."""
+"""The signal for a dead parent. SIGTERM has another use: the whole session gets it as a request to end soon."""
 
 
 def main(parent: int, command: list[str]) -> int:
@@ -30,9 +30,9 @@ def main(parent: int, command: list[str]) -> int:
 
 
 def keep(guard: int, command: list[str]) -> int:
-    """Run the program, and end what is left of it when it or the guard has ended."""
+    """Run the program. When the program or the guard has ended, end all processes left."""
     signal.signal(PARENT_DIED, lambda *_: end_all())
-    signal.signal(signal.SIGTERM, lambda *_: None)  # the program's to obey: we end when it has
+    signal.signal(signal.SIGTERM, lambda *_: None)  # for the program: the keeper ends after it
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     end_with(guard, PARENT_DIED)
     program = os.posix_spawnp(command[0], command, os.environ, setsigdef=[PARENT_DIED, signal.SIGTERM, signal.SIGINT])
@@ -46,9 +46,9 @@ def keep(guard: int, command: list[str]) -> int:
 
 
 def end_with(parent: int, number: int) -> None:
-    """Get a signal when our parent dies."""
+    """Ask for a signal at the death of the parent."""
     prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the parent died before the request
         os.kill(os.getpid(), number)
 
 
@@ -57,13 +57,13 @@ def prctl(option: int, value: int) -> None:
 
 
 def close_streams() -> None:
-    """Close our ends: the others must see when the program closes its own."""
+    """Close our ends of the streams. Otherwise the peers would not see the program close its ends."""
     for stream in (0, 1):
         os.close(stream)
 
 
 def end_children() -> None:
-    """Kill our children, and theirs, which are ours then, until there are none."""
+    """Kill all children. Grandchildren become children then, so repeat until none is left."""
     path = f"/proc/self/task/{os.getpid()}/children"
     while os.path.exists(path):
         with open(path) as file:

@@ -16,8 +16,8 @@ class McpConfig:
     """The tools of MCP servers."""
 
     servers: tuple[str, ...] = ()
-    """Servers of the Model Context Protocol (MCP). Each is a mapping with command, args and env, or url and headers;
-    extras/tools/README.md has the other keys. Keys of services stand in the environment, and here as $NAME."""
+    """Servers of the Model Context Protocol (MCP). A server is a mapping with command, args and env, or with url and
+    headers; extras/tools/README.md has the other keys. Keys of services stand in the environment, here as $NAME."""
 
     def __post_init__(self) -> None:
         if not self.servers:
@@ -26,13 +26,13 @@ class McpConfig:
 
 
 class McpServers:
-    """All tools of some servers, each of which is asked for them once per process."""
+    """All tools of the configured servers. Each process asks each server once for the list of tools."""
 
     def __init__(self, cfg: McpConfig):
         self.cfg = cfg
 
     def schemas(self) -> dict[str, ToolSchema]:
-        """Return what the tools take. Raises UserError for a server that cannot be used, and for two of one name."""
+        """Return the schemas of the tools. Raises UserError for an unusable server, and for two tools of one name."""
         return {name: schema for _, schemas in self._listed() for name, schema in schemas.items()}
 
     def tools(self) -> dict[str, McpTool]:

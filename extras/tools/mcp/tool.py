@@ -1,4 +1,4 @@
-"""The tools of MCP servers. Each is a tool like our own: checked arguments, a cache, results and errors as text."""
+"""The tools of MCP servers. They work like built-in tools: checked arguments, a cache, results and errors as text."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 
 UNAVAILABLE = "Error: the {tag} tool is unavailable."
 MAX_RESULT_CHARS = 100_000
-"""Longest text of a result; rollout.max_result_tokens cuts what the model reads."""
+"""Longest text of a result, in characters. rollout.max_result_tokens then cuts the text for the model."""
 LISTING = "<tools>"
-"""Query under which a cache holds the list of its server's tools."""
+"""Query of the cache row with the list of the server's tools."""
 
 
 class McpTool(Tool):
-    """One tool of a server. All tools of a server share its connection, its limit of calls and its cache.
+    """One tool of a server. All tools of a server share the connection, the limit of calls and the cache.
 
     With the server's `max_sessions` it is an McpSessionTool.
     """
 
     def __init__(self, schema: ToolSchema, name: str, service: Service):
-        """`name` is what the server calls the tool; the schema's has the prefix."""
+        """`name` is the server's name of the tool. The schema's name has the prefix."""
         self.tag, self.schema = schema.name, schema
         self._name, self.service = name, service
 
@@ -50,10 +50,10 @@ class McpTool(Tool):
         return await self._answer(argument)
 
     async def _answer(self, argument: str, own: Connection | None = None) -> ToolResult:
-        """Answer a call from the cache, or by the server. Never raises for what the model wrote or the server says.
+        """Answer a call from the cache, or ask the server. Faulty calls and errors of the server become text.
 
-        `infra_error` says that the server could not be reached, or went away. Raises UserError when `replay_strict`
-        misses, or a replay's cache breaks.
+        The result has `infra_error` if the server could not be reached, or went away. Raises UserError if a call is
+        missing in `replay_strict`, or if the cache of a replay breaks.
         """
         arguments = arguments_of(self.schema, argument)
         if isinstance(arguments, str):
@@ -66,27 +66,27 @@ class McpTool(Tool):
         return {"mcp_restarts": self.service.take_restarts()}
 
     async def aclose(self) -> None:
-        """Close the server's connection and cache. Safe to call twice, so each of its tools may."""
+        """Close the server's connection and cache. Safe to call twice, so every tool of the server may call it."""
         await self.service.aclose()
 
 
 class McpSessionTool(McpTool, SessionTool):
-    """A tool of a server that each trajectory has for itself: a process, or a connection over HTTP.
+    """A tool of a server with state. Each trajectory has a separate process, or a separate connection over HTTP.
 
-    The server's tools share the trajectory's session. There is no copying it, so branches replay it.
+    The server's tools share the trajectory's session. A session cannot be copied, so branches replay the calls.
     """
 
     def __init__(self, schema: ToolSchema, name: str, service: Service, session_name: str):
         super().__init__(schema, name, service)
         self.session_name, self.max_sessions = session_name, service.server.max_sessions
-        self.may_branch = service.server.max_tries > 1  # a replay carries out again what the parent did
+        self.may_branch = service.server.max_tries > 1  # a branch replays the calls of its parent
 
     async def open(self, context: ToolContext) -> Connection:
-        """Return a connection that opens with its first call."""
+        """Return a connection. The first call opens it."""
         return Connection(self.service.server)
 
     async def run(self, argument: str, context: ToolContext, session: Connection) -> ToolResult:
-        """Answer a call. Raises SessionLost where the server has gone, and with it what the trajectory did there."""
+        """Answer a call. Raises SessionLost if the server has gone, because the trajectory's state is lost too."""
         return await self._answer(argument, session)
 
     async def close(self, session: Connection) -> None:
@@ -94,7 +94,7 @@ class McpSessionTool(McpTool, SessionTool):
 
 
 class Service:
-    """Connection, cache and limit of calls that the tools of one server share. For one event loop."""
+    """Connection, cache and limit of calls, shared by the tools of one server. For one event loop."""
 
     policy = HttpPolicy(backoff_cap_s=5.0)
 
@@ -108,9 +108,10 @@ class Service:
     async def call(
         self, tag: str, name: str, arguments: dict[str, Any], *, own: Connection | None = None
     ) -> ToolResult:
-        """Call the server, again where the connection breaks, within the deadline.
+        """Call the server. If the connection breaks, try again within the deadline.
 
-        `own`: a trajectory's connection. Raises SessionLost where that one has broken, and may be made anew.
+        `own` is a trajectory's connection. Raises SessionLost if this connection has broken and a new session may be
+        made.
         """
         from mcp import MCPError
 
@@ -137,7 +138,7 @@ class Service:
                 except MCPError as error:
                     text = f"Error: {tag}: {self.server.redacted(' '.join(error.message.split()))}"
                     return ToolResult(text[:MAX_RESULT_CHARS], ok=False, error_kind="refused")
-                except (RuntimeError, ValueError) as error:  # of the client, of an answer that breaks the protocol
+                except (RuntimeError, ValueError) as error:  # the client's errors for an invalid answer
                     reason = self.server.redacted(" ".join(str(error).split()))[:300]
                     logger.warning("MCP server %s: the answer of %s is none: %s", self.server.label, name, reason)
                     text = UNAVAILABLE.format(tag=tag)
@@ -159,7 +160,7 @@ class Service:
         return ToolResult(text, ok=not answer.is_error, error_kind="tool_error" if answer.is_error else None)
 
     def take_restarts(self) -> int:
-        """Return how often the server was started again since the last time that this was asked, by whichever tool."""
+        """Return the number of restarts of the server since the last call of this method by any of the tools."""
         number = self._num_lost + (self.connection.num_restarts if self.connection else 0)
         self._num_told, new = number, number - self._num_told
         return new
@@ -171,7 +172,7 @@ class Service:
 
 
 def mcp_tools(server: McpServer) -> dict[str, McpTool]:
-    """Return a server's tools, by tag. Raises UserError where it cannot be reached or its cache not be used."""
+    """Return a server's tools, by tag. Raises UserError if the server cannot be reached or the cache cannot be used."""
     schemas = mcp_schemas(server)
     service = Service(server, recorder_of(server))
     make = partial(McpSessionTool, session_name=" ".join(schemas)) if server.max_sessions else McpTool
@@ -180,13 +181,13 @@ def mcp_tools(server: McpServer) -> dict[str, McpTool]:
 
 @cache
 def mcp_schemas(server: McpServer) -> dict[str, ToolSchema]:
-    """Return what a server's tools take, by tag; in a replay from the cache. It is asked once per process.
+    """Return the schemas of a server's tools, by tag. Each process asks the server once; a replay reads the cache.
 
-    Raises UserError for a url that is none, and a server that cannot be reached, lists nothing, or lacks a tool that
-    the config names.
+    Raises UserError for an invalid url, for a server out of reach or without tools, and for a tool of the config
+    missing in the server's list.
     """
     if server.url:
-        from arpo.tools.http.client import check_url  # and with it aiohttp, which `--help` does not wait for
+        from arpo.tools.http.client import check_url  # imports aiohttp: not at the top, so that `--help` is fast
 
         check_url(server.url, "url of an MCP server")
     listed = _recorded_listing(server) if server.replays else _live_listing(server)
@@ -208,7 +209,7 @@ def mcp_schemas(server: McpServer) -> dict[str, ToolSchema]:
 
 
 def _live_listing(server: McpServer) -> list[dict[str, Any]]:
-    """Return the tools of a running server, and record them where it has a cache to be replayed from."""
+    """Return the tools of a running server. With a cache, record the list for later replays."""
     try:
         from mcp import Client  # noqa: F401
     except ImportError as error:
@@ -254,17 +255,17 @@ def _recorded_listing(server: McpServer) -> list[dict[str, Any]]:
 
 
 def recorder_of(server: McpServer) -> Recorder:
-    """Return what records the answers of a server. Raises UserError for a cache that cannot be used."""
+    """Return the recorder of a server's answers. Raises UserError for an unusable cache."""
     return Recorder(server.cache, server.mode, MCP, setting=f"the cache of MCP server {server.label}")
 
 
 def key_of(server: McpServer, query: str) -> bytes:
-    """Return the key under which the answer of a server is recorded."""
+    """Return the cache key of a query to a server."""
     return cache_key(MCP, server.identity, query)
 
 
 def without_titles(schema: Any) -> Any:
-    """Return a schema without the titles that some servers add: they repeat the names, and the model reads them all."""
+    """Remove the titles from a schema. Some servers add titles: they repeat the names, and cost the model tokens."""
     if isinstance(schema, list):
         return [without_titles(one) for one in schema]
     if not isinstance(schema, dict):
@@ -275,7 +276,7 @@ def without_titles(schema: Any) -> Any:
 
 
 def text_of(answer: CallToolResult) -> str:
-    """Return a result as text: texts joined, other content described; structured content only where it is all."""
+    """Return a result as text. Join the texts and describe other content. Structured content counts only alone."""
     parts = [_described(block) for block in answer.content]
     if not parts and answer.structured_content is not None:
         parts = [json.dumps(answer.structured_content, ensure_ascii=False)]

@@ -28,26 +28,26 @@ def open_session(sandbox: Sandbox) -> SessionClient | wire.Reply:
 
 
 class SessionClient:
-    """A process in the jail that keeps its variables from call to call. Not thread-safe, but for `close`.
+    """A process in the jail. Variables stay from call to call. Only `close` is thread-safe.
 
-    Its methods raise OSError or EOFError where the session is lost: it is of no use any more.
+    The methods raise OSError or EOFError if the session is lost. A lost session cannot be used again.
     """
 
     def __init__(self, conn: socket.socket, wall_s: float, grace_s: float):
         self._conn, self._wall_s, self._grace_s = conn, wall_s, grace_s
 
     def greet(self) -> None:
-        """Wait until the session is there."""
+        """Wait until the session is ready."""
         wire.send_block(self._conn, GREET)
         wire.receive_exactly(self._conn, len(wire.HELLO))
 
     def run(self, code: str) -> wire.Reply:
-        """Run code, and wait for its end; the clock starts when the calls of sessions forked from it let it."""
+        """Run code, and wait for the end. A family runs one cell at a time, so the clock starts after earlier calls."""
         self._conn.settimeout(MAX_FAMILY * (self._wall_s + self._grace_s))
         return wire.call(self._conn, code, self._wall_s + self._grace_s)
 
     def fork(self) -> SessionClient | None:
-        """Return an exact copy; None for a session of which there can be none."""
+        """Return an exact copy, or None if the session cannot be copied."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -64,7 +64,7 @@ class SessionClient:
         return None
 
     def close(self) -> None:
-        """End the session, also from another thread that does not wait for a call of it."""
+        """End the session. Another thread may do so without waiting for a running call."""
         with contextlib.suppress(OSError):
             self._conn.shutdown(socket.SHUT_RDWR)
         self._conn.close()

@@ -1,11 +1,11 @@
-"""S, the supervisor of sessions that were forked from one another: it serves their cells, one at a time.
+"""S, the supervisor of a family: a session and all sessions forked from it. S serves the cells one at a time.
 
-A session is a worker (worker.py) that waits for its next cell. Its state is its memory: between two cells the worker is
-stopped, the processes that it has started are killed, and its files are removed. So a fork of the worker is a copy of
-the session. A session that a fork would not copy whole (waiting.py) is not forked, and its branch replays.
+A session is a worker (worker.py) waiting for the next cell. The state of a session is the worker's memory: between two
+cells, S stops the worker, kills all processes started by the worker, and removes all files. So a fork of the worker is
+a copy of the session. If a fork would not copy the entire session (waiting.py), S does not fork: the branch replays.
 
-No session reads or writes the memory of another. A cell can send signals to the others' workers: a worker that is
-woken, or that has a signal waiting for it, is killed, and its session is replayed.
+No session reads or writes the memory of another session. But a cell can send signals to the other workers: S kills
+every worker woken, or with a pending signal, and the trainer replays the session.
 
     client                               supervisor S (PID 1 of the family's namespace)
       == session 1's socket ==>            worker 1, stopped      (READY, cells, exit codes on its channel)
@@ -40,36 +40,36 @@ CREDENTIALS = struct.Struct("3i")
 
 @dataclass
 class Member(Spare):
-    """One session: a worker, its client's socket, and what it has used."""
+    """One session: a worker, the client's socket, and the resources used so far."""
 
     conn: socket.socket | None = None
     cpu_s: float = 0.0
-    """CPU seconds of all its cells, those before it was forked included."""
+    """CPU seconds of all cells of the session, including the cells before the fork."""
     others: tuple[int, ...] = ()
     """Workers of the other sessions, while a cell runs."""
     cell_cpu_s: float = 0.0
     kept_bytes: int = 0
-    """Memory beside what it shares with the host, as it was measured last."""
+    """Memory not shared with the host, at the last measurement, in bytes."""
     _before_s: float | None = None
 
     def run(self, code: bytes, host_bytes: int) -> tuple[dict[str, object], bytes, bytes]:
         """Run a cell. Return the reply's header, stdout and stderr."""
         started = time.monotonic()
-        for stream in (self.stdout, self.stderr):  # what a process wrote between its cell's end and its own
+        for stream in (self.stdout, self.stderr):  # drop output written after the last cell's end
             stream.drain()
         self.stdout, self.stderr = (Stream(s.fd, s.kept_bytes) for s in (self.stdout, self.stderr))
         self.cell_cpu_s, self._before_s = 0.0, None
         if not is_stopped(self.worker):
-            raise ConnectionError("the worker was lost between two cells")  # which is not this cell's fault
+            raise ConnectionError("the worker was lost between two cells")  # not the fault of this cell
         pidfd = kernel.pidfd_open(self.worker)
         meter = Meter(self.jail.limits.memory_bytes, host_bytes)
         self._exceeded(meter)
-        with contextlib.suppress(BlockingIOError):  # what the code may have written there after its last cell
+        with contextlib.suppress(BlockingIOError):  # drop messages the code wrote after the last cell
             self.channel.settimeout(0)
             while self.channel.recv(4096):
                 pass
         os.kill(self.worker, signal.SIGCONT)
-        with contextlib.suppress(OSError):  # the worker is not there any more, which `_watch` notices
+        with contextlib.suppress(OSError):  # the worker is gone: `_watch` notices
             self.channel.settimeout(IO_TIMEOUT_S)
             self.channel.sendall(CELL)
             wire.send_block(self.channel, code)
@@ -116,15 +116,15 @@ class Member(Spare):
 
 
 def serve(spare: Spare, conn: socket.socket, host_bytes: int) -> None:
-    """Serve a session that begins with the spare, and the copies of it (called by the host in a supervisor)."""
+    """Serve the session of the spare worker, and all copies of the session. The host calls this in a supervisor."""
     Family(spare, conn, host_bytes).serve()
 
 
 class Family:
-    """The sessions that one supervisor serves."""
+    """The sessions of one supervisor."""
 
     def __init__(self, spare: Spare, conn: socket.socket, host_bytes: int):
-        """Takes the spare's worker for the first session. Raises OSError if that could not be confined."""
+        """Use the spare's worker for the first session. Raises OSError if the worker could not be confined."""
         self.host_bytes = host_bytes
         first = Member(**{name: getattr(spare, name) for name in spare.__dataclass_fields__}, conn=conn)
         first.channel.settimeout(IO_TIMEOUT_S)
@@ -155,7 +155,7 @@ class Family:
                     self._close(self.members.pop(fd))
 
     def _answer(self, member: Member) -> tuple[bool, Member | None]:
-        """Answer a request. Return whether the session goes on, and a copy of it where that was asked for."""
+        """Answer a request. Return whether the session goes on, and the copy, if the client asked for a copy."""
         request = wire.receive_block(member.conn, wire.MAX_CODE_BYTES)
         if request == COPY:
             _, [fd], _, _ = socket.recv_fds(member.conn, 1, 1)
@@ -172,7 +172,7 @@ class Family:
         member.others = tuple(m.worker for m in self.members.values() if m is not member)
         header, stdout, stderr = member.run(request, self.host_bytes)
         self._clean(member)
-        # A worker that was woken may have signalled one that was looked at before it.
+        # A woken worker may have sent a signal to a worker checked earlier in the loop.
         while kill_touched(member.others):
             pass
         if header.get("is_open"):
@@ -181,7 +181,7 @@ class Family:
         return bool(header.get("is_open")), None
 
     def _copy(self, member: Member, conn: socket.socket) -> Member | None:
-        """Have the worker fork. Return its copy; None where it does not, or must not."""
+        """Ask the worker to fork, and return the copy. Return None if the worker does not fork, or must not."""
         os.kill(member.worker, signal.SIGCONT)
         try:
             member.channel.settimeout(IO_TIMEOUT_S)
@@ -193,13 +193,13 @@ class Family:
             member.channel.sendall(FORK)
             member.channel.recv(1)
         except OSError:
-            self._clean(member)  # whatever it has made in place of a copy
+            self._clean(member)  # end processes made instead of a copy
         finally:
             stop(member.worker)
         return None
 
     def _forked(self, member: Member, conn: socket.socket) -> Member:
-        """Return the copy that the worker makes. Raises OSError if none comes."""
+        """Return the worker's copy. Raises OSError if no copy comes."""
         streams, theirs = prepare_streams(self.jail.limits)
         ours, channel = socket.socketpair()
         try:
@@ -228,7 +228,7 @@ class Family:
         return {member.worker for member in self.members.values()}
 
     def _close(self, member: Member) -> None:
-        with contextlib.suppress(ChildProcessError):  # reaped: its number may be another process's by now
+        with contextlib.suppress(ChildProcessError):  # already reaped: its pid may belong to a new process
             if os.waitpid(member.worker, os.WNOHANG) == (0, 0):
                 os.kill(member.worker, signal.SIGKILL)
                 os.waitpid(member.worker, 0)
@@ -238,41 +238,41 @@ class Family:
             os.close(fd)
 
     def _clean(self, member: Member) -> None:
-        """Leave nothing of the cell but its worker's memory: end other processes, remove files."""
+        """Remove all traces of the cell except the worker's memory: end other processes, remove files."""
         workers = self._workers()
         deadline = time.monotonic() + KILL_PATIENCE_S
         while strays := [pid for pid in self.jail.processes(member.worker) if pid not in workers and is_alive(pid)]:
             for pid in strays:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            if time.monotonic() > deadline:  # they fork faster than they die: all go, and are replayed
+            if time.monotonic() > deadline:  # they fork faster than they die: end all sessions
                 self.jail.kill(member.worker)
                 break
         for pid in self.jail.processes(member.worker):
             if pid not in workers:
-                with contextlib.suppress(ChildProcessError):  # a worker's child, for which that one may yet wait
+                with contextlib.suppress(ChildProcessError):  # a worker's child: the worker may still wait for it
                     os.waitpid(pid, os.WNOHANG)
         for folder, kept in self._written(member.scratch).items():
             _empty(folder, kept)
 
     def _file_bytes(self, scratch: str) -> int:
-        """Return the memory of all files, also of those that are removed and still open; none where they are on a
-        disk."""
+        """Return the memory of all files, in bytes, including removed files that are still open. Files on a disk count
+        as 0."""
         if self.jail.base:
             return 0
         return sum((s.f_blocks - s.f_bfree) * s.f_frsize for s in map(os.statvfs, (scratch, "/dev/shm")))
 
     def _written(self, scratch: str) -> dict[str, set[str]]:
-        """Return the folders that a session may write to, each with the names in it that must stay."""
+        """Return the folders writable for a session. Each has the set of names to keep."""
         if self.jail.base:
             return {scratch: set()}
         return {scratch: {path.split("/")[2] for path in self.jail.interpreter_in_tmp}, "/dev/shm": set()}
 
 
 def kill_touched(workers: tuple[int, ...]) -> bool:
-    """Kill the workers that a cell of another session has woken or signalled. Return True if there were any.
+    """Kill the workers woken or signalled by a cell of another session. Return True if any was killed.
 
-    Their memory and CPU time are counted nowhere, and a signal could carry a message between branches.
+    No meter counts the memory and CPU time of a woken worker, and a signal could carry a message between branches.
     """
     touched = [worker for worker in workers if is_alive(worker) and not is_untouched(worker)]
     for worker in touched:
@@ -283,7 +283,7 @@ def kill_touched(workers: tuple[int, ...]) -> bool:
 
 
 def _empty(folder: str, kept: set[str]) -> None:
-    """Remove all that is in a folder, but for these names."""
+    """Remove the contents of a folder, except the names in `kept`."""
     with contextlib.suppress(OSError):
         for name in set(os.listdir(folder)) - kept:
             path = os.path.join(folder, name)

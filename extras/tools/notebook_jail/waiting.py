@@ -1,4 +1,4 @@
-"""Questions about a worker that waits for its next cell: is it stopped, was it touched, would a fork copy all of it?"""
+"""Checks on a worker between two cells. Is the worker stopped? Was it touched? Would a fork copy the whole session?"""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import os
 import signal
 
 OWN_FDS = {"0", "1", "2", "3"}
-"""Descriptors of a worker. A copy gets others for all but the first, which is /dev/null."""
+"""File descriptors of a worker. A copy shares only the first (/dev/null), and gets new files for the others."""
 
 
 def stop(worker: int) -> bool:
-    """Stop a child process, and wait until it is stopped. Return False if it has ended."""
+    """Stop a child process, and wait for the stop. Return False if the process has ended."""
     os.kill(worker, signal.SIGSTOP)
     return os.waitid(os.P_PID, worker, os.WEXITED | os.WSTOPPED | os.WNOWAIT).si_code == os.CLD_STOPPED
 
 
 def is_stopped(worker: int) -> bool:
-    """Return whether a child process is stopped; not if it has ended, or is about to."""
+    """Return whether a child process is stopped. False also for a process at or near its end."""
     state = os.waitid(os.P_PID, worker, os.WEXITED | os.WSTOPPED | os.WNOWAIT | os.WNOHANG)
     return state is not None and state.si_code == os.CLD_STOPPED
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process runs; a zombie, which its parent has not waited for, does not."""
+    """Return whether the process runs. False for a zombie (ended, but the parent has not yet waited for it)."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
             return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
@@ -31,7 +31,7 @@ def is_alive(pid: int) -> bool:
 
 
 def is_untouched(worker: int) -> bool:
-    """Return whether all threads of a process are stopped, and no signal waits for it."""
+    """Return whether all threads of a process are stopped, with no pending signal."""
     try:
         tasks = os.listdir(f"/proc/{worker}/task")
         states = [_status(f"/proc/{worker}/task/{task}/status") for task in tasks]
@@ -41,9 +41,9 @@ def is_untouched(worker: int) -> bool:
 
 
 def is_whole(worker: int) -> bool:
-    """Return whether a fork of the worker, which must not be hidden, copies all of the session.
+    """Return whether a fork copies the whole session. The worker must not be hidden.
 
-    It does not copy threads, children, open and mapped files, timers, and signals that wait.
+    A fork does not copy threads, children, open and mapped files, timers, and pending signals.
     """
     folder = f"/proc/{worker}"
     try:
@@ -60,9 +60,9 @@ def is_whole(worker: int) -> bool:
 
 
 def _has_timers(folder: str) -> bool:
-    """Return whether a process has timers of timer_create; those of setitimer the worker itself knows."""
+    """Return whether a process has timers of timer_create. The worker itself checks the timers of setitimer."""
     path = f"{folder}/timers"
-    if not os.path.exists(path):  # a kernel without CONFIG_CHECKPOINT_RESTORE does not tell
+    if not os.path.exists(path):  # a kernel without CONFIG_CHECKPOINT_RESTORE: unknown
         return False
     with open(path) as file:
         return bool(file.read())
@@ -74,5 +74,5 @@ def _has_signals(status: dict[str, str]) -> bool:
 
 def _status(path: str) -> dict[str, str]:
     """Return the fields of a /proc/PID/status. Raises OSError."""
-    with open(path, errors="replace") as file:  # a process names itself
+    with open(path, errors="replace") as file:  # a process chooses its name, perhaps not in UTF-8
         return dict(line.rstrip("\n").partition(":\t")[::2] for line in file)

@@ -1,7 +1,7 @@
-"""The worker of a session: as the jail's worker, but code comes cell by cell, and the names that a cell makes stay.
+"""The worker of a session. It works like the jail's worker, but code comes cell by cell, and variables stay.
 
-A fork of it is a copy of the session: the supervisor asks for one between two cells. Nothing that this process says is
-believed: a false answer ends its own cell early, or leaves its own session without a copy.
+A fork of the worker is a copy of the session. The supervisor asks for a fork between two cells. The supervisor trusts
+no answer of the worker: a false answer can only end the worker's cell early, or leave the session without a copy.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from jail import wire
 from jail.worker import CHANNEL_FD, without_file
 
 READY, CELL, FORK = b"R", b"c", b"f"
-"""The worker's first message; the supervisor's before a cell's code; and what announces a copy. The worker sends FORK
-back and can be looked at; the supervisor sends it again, with the copy's stdout, stderr and channel if there may be
-one; and the worker sends it back when it has made the copy, or could not."""
+"""READY is the worker's first message. The supervisor sends CELL before a cell's code. FORK announces a copy, in four
+steps: the supervisor sends FORK; the worker sends FORK back, and the supervisor inspects the worker; the supervisor
+sends FORK again, with the copy's stdout, stderr and channel if a copy is allowed; the worker makes the copy or fails,
+and sends FORK back."""
 TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 
 
 def serve_cells(home: str, run_code: Callable[[str, types.ModuleType], int], main: types.ModuleType) -> NoReturn:
-    """Answer the supervisor until it is gone. A cell's answer is one byte, its exit code."""
+    """Answer the supervisor until the supervisor is gone. The answer to a cell is one byte, the exit code."""
     channel = socket.socket(fileno=CHANNEL_FD)
     _hide(True)
     channel.sendall(READY)
@@ -45,34 +46,34 @@ def serve_cells(home: str, run_code: Callable[[str, types.ModuleType], int], mai
         os.chdir(home)  # the folder of the last cell is gone
         exit_code = run_code(without_file(code), main)
         exit_code = _flush() or exit_code
-        if os.getpid() != worker:  # a child that the code has forked, and that came back from it
+        if os.getpid() != worker:  # a child forked by the code, returning into this loop
             os._exit(exit_code)
         _hide(True)
         channel.sendall(bytes([exit_code]))
 
 
 def _hide(hidden: bool) -> None:
-    """Let nobody of our user read this process's memory and open files in /proc, or let them.
+    """Hide this process's memory and open files in /proc from processes of the same user, or show them.
 
-    The other sessions of the family have our user and see our number. While a cell of theirs runs, we wait, hidden.
-    While one of ours does, they are stopped, and the supervisor must see what we use.
+    The other sessions of the family run as the same user and see our pid. While another session's cell runs, we wait,
+    hidden. While our cell runs, the other sessions are stopped, and the supervisor must see our resources.
     """
-    with contextlib.suppress(OSError):  # the filter forbids it where sessions do not see each other
+    with contextlib.suppress(OSError):  # forbidden by the filter if sessions cannot see each other
         kernel.prctl(kernel.PR_SET_DUMPABLE, int(not hidden))
 
 
 def _fork(channel: socket.socket) -> None:
-    """Return in this process, and in a copy of it whose parent is the supervisor, on descriptors that it sends.
+    """Fork: return in this process, and in a copy. The supervisor is the copy's parent, and sends its descriptors.
 
-    Where there can be no copy, the descriptors are closed, which tells the supervisor.
+    If no copy can be made, close the descriptors. The supervisor notices the closed descriptors.
     """
     _hide(False)
     channel.sendall(FORK)
     _, fds, _, _ = socket.recv_fds(channel, 1, 3)
-    state = random.getstate()  # a fork seeds it anew
+    state = random.getstate()  # a fork would seed `random` anew
     child = 1
-    with contextlib.suppress(OSError):  # no process to be had; or the code ignores SIGCHLD
-        if len(fds) == 3 and not any(sum(signal.getitimer(timer)) for timer in TIMERS):  # a fork would have none
+    with contextlib.suppress(OSError):  # no process left, or the code ignores SIGCHLD
+        if len(fds) == 3 and not any(sum(signal.getitimer(timer)) for timer in TIMERS):  # timers are not copied
             child = os.fork()
             if child:
                 os.waitpid(child, 0)
@@ -80,7 +81,7 @@ def _fork(channel: socket.socket) -> None:
         for fd in fds:
             os.close(fd)
         _hide(True)
-        os.write(CHANNEL_FD, FORK)  # the process between us and the copy has been waited for
+        os.write(CHANNEL_FD, FORK)  # the process between us and the copy is reaped
         return
     if os.fork():
         os._exit(0)
@@ -93,7 +94,7 @@ def _fork(channel: socket.socket) -> None:
 
 
 def _flush() -> int:
-    """Return 0, or the exit code of a cell whose output cannot be written."""
+    """Write out all output. Return 0, or an exit code if the output cannot be written."""
     try:
         for stream in (sys.stdout, sys.stderr):
             if not stream.closed:
