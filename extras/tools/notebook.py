@@ -1,12 +1,13 @@
-"""The <notebook> tool: Python whose variables, functions and imports stay from call to call, in the jail of <python>.
+"""The <notebook> tool: Python in the jail of <python>. Variables, functions and imports stay from call to call.
 
-A trajectory's notebook is a process in the jail that waits for its next cell; a branch's is a fork of it, made at the
-result where the branch begins. Files are not part of the state: a cell begins in an empty folder. Nor are threads and
-processes: a cell's processes end with it, and a notebook with threads, or with a file that is still open or mapped, is
-not forked but replayed. A cell that hits a limit ends the notebook, and the next one begins anew.
+A trajectory's notebook is a process in the jail, waiting for the next cell. A branch's notebook is a fork of the
+process, made at the result where the branch begins. Files are not part of the state: each cell begins in an empty
+folder. Threads and processes are not part of the state either: a cell's processes end with the cell, and a notebook
+with threads, or with an open or mapped file, is not forked but replayed. A cell over a limit ends the notebook, and the
+next cell begins a new notebook.
 
-With a cache, a cell's result is recorded under the cells before it in its notebook (ToolContext.history), never under
-its own code alone. A recorded cell is not run until a later one has to be.
+With a cache, the key of a cell's result contains all earlier cells of the notebook (ToolContext.history), not the
+cell's code alone. A recorded cell runs only when a later cell has no recorded result.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from extras.tools.session_tool import CannotFork, SessionLost, SessionTool
 
 @dataclass(frozen=True)
 class NotebookConfig(RecordedPythonConfig):
-    """The <notebook> tool: Python whose variables stay from call to call. The limits of <python> hold for each call."""
+    """The <notebook> tool: Python with variables kept from call to call. The limits of <python> hold for each call."""
 
     session_cpu_s: float = 60.0
-    """Longest time in seconds that all calls of a notebook together may compute. Then it ends, as at any limit, and the
-    next call begins a new one."""
+    """Most CPU seconds of all calls of a notebook together. Then the notebook ends, as at any limit, and the next call
+    begins a new notebook."""
     max_sessions: int = 256
-    """Most notebooks of a rank at a time, copies for branches included; 0 = no limit. Who needs one more waits. Each is
-    a process, which may keep memory_mib."""
+    """Most notebooks of a rank at a time, copies for branches included; 0 = no limit. Further trajectories wait. Each
+    notebook is a process, and may keep memory_mib."""
     total_mib: int = 16384
-    """Most that the notebooks of a rank may keep between their calls, all together, in MiB (what they share with others
-    counts for each). Beyond it the largest one's process ends; the trajectory's next call replays its cells."""
+    """Most memory kept by all notebooks of a rank between calls, in MiB. Memory shared by two notebooks counts twice.
+    Above this limit the largest notebook's process ends; the trajectory's next call replays the cells."""
     cgroup: Literal["none"] = "none"
-    """A cgroup is one call's; the limits of a notebook, whose processes stay, are polled."""
+    """Always "none": a cgroup lasts for one call, but a notebook's process stays. So the limits are polled."""
 
     def __post_init__(self) -> None:
         require(self.max_sessions >= 0, f"max_sessions={self.max_sessions} must be at least 0")
@@ -59,18 +60,18 @@ class Notebook:
     """A trajectory's session."""
 
     first_cell: str = ""
-    """Code with which each process of it begins."""
+    """Code run first in each process of the notebook."""
     process: SessionClient | None = None
-    """None before the first cell that is not answered from the cache."""
+    """None until the first cell without a result in the cache."""
     cells: list[str] = field(default_factory=list)
-    """Cells that were answered from the cache, and must run before the next one."""
+    """Cells answered from the cache. They must run before the next cell."""
     is_closed: bool = False
     kept_bytes: int = 0
-    """Memory of the process, beside what all share; 0 while it runs a cell."""
+    """Memory of the process, without the memory shared by all, in bytes; 0 while a cell runs."""
 
 
 class NotebookTool(RecordedPython, SessionTool):
-    """Runs cells in the trajectory's notebook; see the module. Without a session (`run(code)`), in one of its own."""
+    """Runs cells in the trajectory's notebook; see the module. Without a session, `run(code)` uses a new notebook."""
 
     tag = "notebook"
     ended = "The notebook has ended; the next call begins a new one, without the variables."
@@ -87,7 +88,7 @@ class NotebookTool(RecordedPython, SessionTool):
     )  # fmt: skip
 
     def __init__(self, cfg: NotebookConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
-        """Raises as RecordedPython; also for a session_cpu_s that is less than a call may take."""
+        """Raises as RecordedPython, and UserError for a session_cpu_s below the limit of one call."""
         if cfg.session_cpu_s < cfg.cpu_s:
             least = f"at least half of wall_s, which one call may compute: {cfg.cpu_s:g}"
             raise UserError(f"{self.setting}.session_cpu_s={cfg.session_cpu_s:g} must be {least}")
@@ -116,7 +117,7 @@ class NotebookTool(RecordedPython, SessionTool):
     async def run(
         self, argument: str, context: ToolContext | None = None, session: Notebook | None = None
     ) -> ToolResult:
-        """Answer a cell. Raises SessionLost where the notebook's process is gone, through no fault of the code's."""
+        """Answer a cell. Raises SessionLost if the notebook's process is gone through no fault of the code."""
         if session is None:
             session = Notebook()
             try:
@@ -141,7 +142,7 @@ class NotebookTool(RecordedPython, SessionTool):
         return replace(result, text=shorten(f"{result.text}\n{self.ended}", MAX_OUTPUT_CHARS))
 
     def _run_cell(self, session: Notebook, code: str) -> Reply:
-        """Run what was answered from the cache so far, then the code."""
+        """Run the cells answered from the cache so far, then the code."""
         with self._slots.take() if self._slots else nullcontext():
             begin = [session.first_cell] if session.first_cell and session.process is None else []
             for cell in [*begin, *session.cells, code]:
@@ -163,7 +164,7 @@ class NotebookTool(RecordedPython, SessionTool):
                 if has_not_begun or not reply.is_open:
                     session.process.close()
                     session.process = None
-                if has_not_begun:  # the next cell would have none of its names
+                if has_not_begun:  # the next cell would lack the names of this one
                     return reply
             session.cells.clear()
             session.kept_bytes = reply.memory_bytes
@@ -171,7 +172,7 @@ class NotebookTool(RecordedPython, SessionTool):
             return reply
 
     def _make_room(self) -> None:
-        """End processes of notebooks, the largest first, until all together keep no more than total_mib."""
+        """End the processes of notebooks, the largest first, until the rest together keep at most total_mib."""
         while True:
             notebooks = list(self._open.values())
             if sum(one.kept_bytes for one in notebooks) <= self.cfg.total_mib << 20:
@@ -179,7 +180,7 @@ class NotebookTool(RecordedPython, SessionTool):
             largest = max(notebooks, key=lambda one: one.kept_bytes)
             largest.kept_bytes = 0
             if process := largest.process:
-                process.close()  # its next call finds it lost
+                process.close()  # the notebook's next call raises SessionLost
 
     async def fork(self, session: Notebook, context: ToolContext) -> Notebook:
         process = None

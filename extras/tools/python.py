@@ -1,10 +1,10 @@
-"""<python> with a record of its results, and with a limit that all ranks and runs on a machine share.
+"""<python> with a cache of results, and with a limit shared by all ranks and runs on a machine.
 
     --tools.names search extras/tools/python.py:RecordedPython
     --tools.options '{"extras/tools/python.py:RecordedPython": {"cache": "data/python.sqlite", "wall_s": 20}}'
 
-With a cache, later runs read the result that was recorded, timeouts included; only failures of the sandbox itself are
-not kept. The key is the code, the limits and the interpreter's version, not the installed packages.
+With a cache, later runs read the recorded results, timeouts included. Only failures of the sandbox itself are not
+recorded. The key has the code, the limits and the interpreter's version, but not the installed packages.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class RecordedPythonConfig(PythonConfig):
     """The <python> tool with a record."""
 
     cache: str = ""
-    """Cache of code -> result, as in tools.search.cache; empty = every call is run. Do not use it for code that is
-    meant to give another result each time."""
+    """Cache of code -> result, as in tools.search.cache; empty = run every call. Do not use a cache for code with a
+    different result each time."""
     mode: Literal["live", "record", "replay", "replay_strict"] = "record"
-    """Use of the cache, as in tools.search.mode; a replay runs nothing, so it needs no sandbox."""
+    """Use of the cache, as in tools.search.mode. A replay runs no code, and needs no sandbox."""
     max_concurrent_per_node: Annotated[int, AtLeast(0)] = 0
-    """Most calls that run on a machine at the same time, of all ranks and runs of this user; 0 = no such limit."""
+    """Most calls running on a machine at the same time, over all ranks and runs of this user; 0 = no limit."""
 
 
 class RecordedPython(PythonTool):
-    """Answers from the cache what is recorded there, and runs the rest."""
+    """Answers recorded calls from the cache, and runs the rest."""
 
     setting = "tools.options: python"
 
     def __init__(self, cfg: RecordedPythonConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
-        """Opens the cache, if the config names one, and starts the host, unless the config replays.
+        """Open the cache, if the config names a cache. Start the host, unless the config replays.
 
-        Raises UserError as PythonTool, for a cache that cannot be used, and for a replay without one.
+        Raises UserError as PythonTool, for an unusable cache, and for a replay without a cache.
         """
         self.recorder = Recorder(cfg.cache, cfg.mode, PYTHON, setting=f"{self.setting}.cache")
         self.sandbox = self._slots = None
@@ -70,21 +70,21 @@ class RecordedPython(PythonTool):
                 self._slots = NodeSlots("python", self.cfg.max_concurrent_per_node)
 
     async def run(self, argument: str) -> ToolResult:
-        """Answer one call from the cache, or run it, as PythonTool does.
+        """Answer one call from the cache, or run the code, as PythonTool does.
 
-        Raises UserError when `replay_strict` misses, or a replay's cache breaks: the run cannot go on.
+        Raises UserError if a call is missing in `replay_strict`, or if a replay's cache breaks: the run cannot go on.
         """
         code = strip_fences(argument)
         if refusal := refuse(code):
             return refusal
-        query = f"<python>{code}</python>"  # which no search in the same cache can have
+        query = f"<python>{code}</python>"  # no search in the same cache has this form
         return await self.recorder.answer(cache_key(PYTHON, self._params, code), query, partial(self._run, code))
 
     async def _run(self, code: str) -> ToolResult:
         return self._result(await self._on_thread(self._run_in_turn, code))
 
     def _run_in_turn(self, code: str) -> Reply:
-        """Wait for a place on this machine, which counts against no limit of the call, and run the code."""
+        """Wait for a free slot on this machine, then run the code. The wait counts against no limit of the call."""
         with self._slots.take() if self._slots else nullcontext():
             return self.sandbox.run(code)
 

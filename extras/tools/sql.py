@@ -1,7 +1,7 @@
 """The <sql> tool: a SQLite database in memory for each trajectory, filled from the row's own column.
 
-A database is a notebook (extras/tools/notebook.py) whose first cell is sql_cell.py: it lives in the jail, under the
-limits of <python>, and a branch's is a copy of the process, open transactions and all.
+A database is a notebook (extras/tools/notebook.py) with sql_cell.py as the first cell. It lives in the jail, under the
+limits of <python>. A branch gets a copy of the process, including open transactions.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ CELL = Path(__file__).with_name("sql_cell.py")
 
 @dataclass(frozen=True)
 class SqlConfig(NotebookConfig):
-    """The <sql> tool: a SQLite database in memory for each trajectory. The limits of a notebook hold for it."""
+    """The <sql> tool: a SQLite database in memory for each trajectory. The limits of a notebook apply."""
 
     setup_column: str = "sql"
-    """Column of the data with the statements that fill a row's database; a row without it begins with an empty one."""
+    """Column of the data with SQL statements to fill a row's database. A row without the column gets an empty
+    database."""
     max_steps: int = 50_000_000
-    """Most instructions of SQLite's machine in a statement's call: about a second, but the same everywhere."""
+    """Most instructions of SQLite's virtual machine in a call. The default takes about a second. Unlike a limit in
+    seconds, the count is the same on every machine."""
     max_rows: int = 50
-    """Most rows of a result that are shown."""
+    """Most rows shown of a result."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,7 +39,7 @@ class SqlConfig(NotebookConfig):
 
 
 class SqlTool(NotebookTool):
-    """Runs statements in the trajectory's database, and shows the rows of the last one that has any."""
+    """Runs statements in the trajectory's database, and shows the rows of the last statement with rows."""
 
     tag = "sql"
     ended = "The database has ended; the next call begins with a new one, as it was at first."
@@ -52,11 +54,11 @@ class SqlTool(NotebookTool):
     )
 
     async def open(self, context: ToolContext) -> Notebook:
-        """Return a database with what the row's `setup_column` makes. Raises ValueError for a script that fails."""
+        """Return a database filled by the row's `setup_column`. Raises ValueError if the script fails."""
         script = str(context.row.get(self.cfg.setup_column) or "")
         session = self._noted(Notebook(f"{CELL.read_text()}\nbegin({script!r})"))
         reply = await self._on_thread(self._run_cell, session, "ask('', 0, 0)")
-        if reply.status not in ("ok", "sandbox_error"):  # the latter is the next call's to say
+        if reply.status not in ("ok", "sandbox_error"):  # the next call reports a sandbox_error
             await self.close(session)
             why = self._reason(reply)
             raise ValueError(f"{context.prompt_id}: the column {self.cfg.setup_column} cannot be run: {why}")

@@ -1,19 +1,19 @@
-"""What runs in the jail of the <sql> tool: the first cell of a database's notebook. Imports nothing of ours."""
+"""The first cell of a database's notebook: the code of the <sql> tool in the jail. Imports nothing of this package."""
 
 import sqlite3
 
 STEPS_PER_LOOK = 10_000
 MAX_CELL_CHARS = 200
 OUTSIDE = {"random", "randomblob", "load_extension", "fts3_tokenizer"}
-"""Functions of what is not in the process: a branch, or a replay, would read something else."""
+"""Functions that read state outside the process. A branch or a replay would read other values."""
 DENIED = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}  # files last for one call only
 NOW = "2025-01-01 00:00:00"
-"""The time at which each database's clock stands: a branch, or a replay, must read what the first run has read."""
+"""Each database's clock stands at this time. A branch or a replay must read the same time as the first run."""
 TIME_VALUES = {"date": 0, "time": 0, "datetime": 0, "julianday": 0, "unixepoch": 0, "strftime": 1, "timediff": 0}
-"""Functions of dates, with the place of their first time among their arguments."""
+"""Functions of dates, with the position of the first time among the arguments."""
 database = sqlite3.connect(":memory:", isolation_level=None)
 dates = sqlite3.connect(":memory:")
-"""Where SQLite's own functions of dates are called, with the time of our clock."""
+"""A second database to call SQLite's own date functions with the time of our clock."""
 problem = ""
 
 
@@ -23,12 +23,12 @@ def authorize(action, first, second, *_):
 
 
 def chance(*_):
-    """Stands in for functions of chance: SQLite asks no authorizer of those in a column's default."""
+    """Replaces the random functions. SQLite does not ask the authorizer about functions in a column's default."""
     raise sqlite3.DatabaseError
 
 
 def stop_the_clock():
-    """Let each function that knows the time take it from NOW."""
+    """Let every function of the current time use NOW."""
     date, time = NOW.split()
     for name, words in {"current_date": date, "current_time": time, "current_timestamp": NOW}.items():
         database.create_function(name, 0, lambda words=words: words, deterministic=True)
@@ -50,15 +50,15 @@ def at_our_time(name, place):
 
 
 def text_of(value):
-    """Return a time as SQLite compares it with "now"."""
+    """Return a time as text, in the form SQLite compares with "now"."""
     text = value.decode(errors="replace") if isinstance(value, bytes) else value if isinstance(value, str) else ""
     return text.partition("\0")[0].lower()
 
 
 def begin(script):
-    """Fill the database. Where that fails, `ask` says why."""
+    """Fill the database. If the script fails, `ask` reports the error."""
     global problem
-    database.execute("PRAGMA temp_store = MEMORY")  # what is sorted counts as ours
+    database.execute("PRAGMA temp_store = MEMORY")  # memory for sorting counts under our limits
     stop_the_clock()
     database.create_function("random", 0, chance)
     database.create_function("randomblob", 1, chance)
@@ -70,7 +70,7 @@ def begin(script):
 
 
 def ask(text, max_steps, max_rows):
-    """Run statements, and print the rows of the last one that has any. Leaves with an error's words."""
+    """Run statements, and print the rows of the last statement with rows. Exits with the message of an error."""
     if problem:
         raise SystemExit(problem)
     looks_left, shown = max_steps // STEPS_PER_LOOK, "(no rows)"
@@ -93,7 +93,7 @@ def ask(text, max_steps, max_rows):
 
 
 def table(cursor, max_rows):
-    """Return the first rows as text, their names above, in the order in which SQLite yields them."""
+    """Return the first rows as text, below the column names, in SQLite's order."""
     lines = [" | ".join(str(column[0]) for column in cursor.description)]
     for number, row in enumerate(cursor):
         if number == max_rows:
@@ -105,7 +105,7 @@ def table(cursor, max_rows):
 
 
 def statements(text):
-    """Return the statements of a text, one by one. "a; b" -> ["a;", " b"]"""
+    """Split a text into statements. "a; b" -> ["a;", " b"]"""
     found, start = [], 0
     for end in [i + 1 for i, char in enumerate(text) if char == ";"]:
         if sqlite3.complete_statement(text[start:end]):
