@@ -1,19 +1,21 @@
-"""What runs or reads hostile input, apart from the trainer. This package imports nothing of `arpo`.
+"""Isolated processes for hostile input, separate from the trainer. This package imports nothing of `arpo`.
 
-child.py is a process that parses what strangers wrote: chat templates, formulas, pages (parser_jail.py confines it).
+child.py is a process for parsing untrusted text: chat templates, formulas, pages (parser_jail.py confines it).
 
-All other files are the sandbox in which model-written Python runs: one host process per rank, one fork of it per call.
+All other files are the sandbox for model-written Python: one host process per rank, and one fork of the host per call.
 
     trainer rank                            host (jailed once, numpy and sympy loaded, clean environment)
     client.py  == control socket, 1 fd per call ==>  host.py, the zygote: never reads a request, only keeps spares
         |                                               supervisor.py, S: enforces the limits, replies
         +<============= one socket per call =============>   worker.py, W: the model's code; fds 0, 1, 2 only
 
-A package that CallLimits.sessions names can make a supervisor serve many calls, whose worker lives on between them.
+CallLimits.sessions names a package for sessions. With it a supervisor serves many calls, and its worker lives on
+between these calls.
 
-Tiers, tried at start: namespaces.py (user, mount, pid, net, ipc namespaces), landlock.py (Landlock, if a container
-forbids namespaces), each with seccomp.py; else nothing runs, unless the user accepts rlimits alone (folder.py, which
-documents the methods of all three). In each of them a call has a cgroup of its own where one can be had (cgroup.py).
+Three tiers are tried at start: namespaces.py (user, mount, pid, net, ipc namespaces), then landlock.py (Landlock, if a
+container forbids namespaces), both with seccomp.py. The third, folder.py, has only rlimits and needs the user's
+consent; without consent nothing runs. folder.py documents the methods of all three. In every tier each call gets its
+own cgroup, if the machine allows cgroups (cgroup.py).
 
 The host imports this package as `jail`, without `arpo`: keep it to the standard library and relative imports.
 """

@@ -1,11 +1,11 @@
-"""Limits on all processes of a call together, kept by the kernel: each call has a cgroup (version 2) where it may.
+"""Kernel limits on all processes of a call together: each call has a cgroup (version 2), if the machine allows this.
 
     PARENT/               delegated to us, or named by the user; memory and pids in its cgroup.subtree_control
-      arpo-PID-RANDOM/    of one host; whoever holds its lock is alive, the folders of others are removed
-        host/             the host and its supervisors, which no limit here binds
-        call-RANDOM/      one worker and all that it starts
+      arpo-PID-RANDOM/    of one host. A live host holds a lock on it; folders without a lock are removed
+        host/             the host and its supervisors, without limits
+        call-RANDOM/      one worker and all processes started by it
 
-Only processes of ours are moved. The folder is opened before the host jails itself; a worker has no descriptor of it.
+Only our own processes are moved. The folder is opened before the host jails itself. A worker has no descriptor of it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ _ENABLE = " ".join(f"+{name}" for name in CONTROLLERS)
 PREFIX = "arpo-"
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 KERNEL_BYTES = 8 << 20
-"""Room for page tables and the like, beside the memory and the files of a call."""
+"""Room for the kernel's own data (page tables), in addition to the memory and the files of a call."""
 PATIENCE_S = 5.0
 """Longest wait for killed processes to leave a cgroup."""
 NUM_ATTEMPTS = 5
 
 
 def find_parent(setting: str) -> str:
-    """Return the folder of the cgroup below which hosts may have theirs. setting: tools.python.cgroup, "auto" or a
-    folder. Raises ValueError with the reason if there is none."""
+    """Return the folder of the parent cgroup for all hosts. `setting`: tools.python.cgroup, "auto" or a folder.
+
+    Raises ValueError with the reason if there is no usable parent.
+    """
     if setting != "auto":
         _check_usable(setting)
         return setting
@@ -40,7 +42,7 @@ def find_parent(setting: str) -> str:
         own = own_path(file.read())
     with open("/proc/self/mountinfo") as file:
         root, folder = locate(own, file.read())
-    is_real_root = not os.path.exists(f"{folder}/cgroup.events")  # processes may live there beside other cgroups
+    is_real_root = not os.path.exists(f"{folder}/cgroup.events")  # only this one may hold processes too
     if not is_real_root:
         if folder == root:
             raise ValueError(f"{folder} has this process in it, and so no cgroups with limits; start it in one below")
@@ -62,8 +64,10 @@ def own_path(text: str) -> str:
 
 
 def locate(own: str, mountinfo: str) -> tuple[str, str]:
-    """Return the folders of the topmost cgroup that is mounted and of this process's, from /proc/self/mountinfo.
-    Raises ValueError."""
+    """Return two folders from /proc/self/mountinfo: of the topmost mounted cgroup, and of this process's cgroup.
+
+    Raises ValueError.
+    """
     for line in mountinfo.splitlines():
         fields, _, rest = line.partition(" - ")
         shown, mount_point = (_unescape(field) for field in fields.split()[3:5])
@@ -78,7 +82,7 @@ def _unescape(field: str) -> str:
 
 
 def _is_delegated(folder: str) -> bool:
-    """Return whether the cgroup was handed to this user or to this unit: to write below systemd's own is not enough."""
+    """Return True if the cgroup was delegated to this user or unit. Write access to systemd's cgroup is not enough."""
     for name in ("user.delegate", "trusted.delegate"):
         with contextlib.suppress(OSError):
             return os.getxattr(folder, name) == b"1"
@@ -86,7 +90,7 @@ def _is_delegated(folder: str) -> bool:
 
 
 def _check_usable(folder: str) -> None:
-    """Raises ValueError, with the reason, if no cgroup with limits can be made below that one."""
+    """Raises ValueError, with the reason, if no cgroup with limits can be made below this folder."""
     try:
         missing = set(CONTROLLERS) - _words(f"{folder}/cgroup.controllers")
         enabled = _words(f"{folder}/cgroup.subtree_control")
@@ -112,7 +116,7 @@ class HostFolder:
     """The trainer's handle on the cgroup of one host."""
 
     def __init__(self, parent: str):
-        """Make it below `parent`, after removing those of dead hosts. Raises OSError."""
+        """Remove the cgroups of dead hosts, then make a new cgroup below `parent`. Raises OSError."""
         remove_leftovers(parent)
         if not _words(f"{parent}/cgroup.subtree_control").issuperset(CONTROLLERS):
             with open(f"{parent}/cgroup.subtree_control", "w") as file:
@@ -120,7 +124,7 @@ class HostFolder:
         for _ in range(NUM_ATTEMPTS):
             self.path = f"{parent}/{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
             os.mkdir(self.path)
-            with contextlib.suppress(OSError):  # somebody took it for a leftover before it was locked
+            with contextlib.suppress(OSError):  # another process removed it as a leftover before it was locked
                 self.fd = os.open(self.path, FOLDER)
                 try:
                     fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,17 +135,17 @@ class HostFolder:
         raise OSError(f"{parent}: cgroups vanish as soon as they are made")
 
     def remove(self) -> None:
-        """Kill what is left in it, and remove it. Never raises."""
+        """Kill all processes in the cgroup, and remove it. Never raises."""
         _remove(self.path)
         os.close(self.fd)
 
 
 def remove_leftovers(parent: str) -> None:
-    """Remove the cgroups of hosts that are not there any more. Raises OSError if the parent cannot be read."""
+    """Remove the cgroups of dead hosts. Raises OSError if the parent cannot be read."""
     for name in os.listdir(parent):
         if not name.startswith(PREFIX):
             continue
-        with contextlib.suppress(OSError):  # its host is alive, or it is another user's
+        with contextlib.suppress(OSError):  # its host is alive, or belongs to another user
             fd = os.open(f"{parent}/{name}", FOLDER)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,7 +155,7 @@ def remove_leftovers(parent: str) -> None:
 
 
 def _remove(folder: str, parent: int | None = None) -> None:
-    """Remove a cgroup and those in it, with their processes, as far as that is possible. Never raises."""
+    """Kill all processes in a cgroup and remove it with its child cgroups, as far as possible. Never raises."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -164,7 +168,7 @@ def _remove(folder: str, parent: int | None = None) -> None:
             _write("cgroup.kill", "1", fd)
         with contextlib.suppress(OSError):
             for name in os.listdir(fd):
-                with contextlib.suppress(OSError):  # a file; or processes take a moment to end
+                with contextlib.suppress(OSError):  # a file, or a cgroup with processes that are still ending
                     os.rmdir(name, dir_fd=fd)
         os.close(fd)
         time.sleep(0.005)
@@ -179,10 +183,10 @@ def _write(name: str, text: str, folder: int) -> None:
 
 
 class HostCgroup:
-    """The host's side of a HostFolder. To be entered before the host jails itself, and settled after."""
+    """The host's side of a HostFolder. Make it before the host jails itself, and call `settle` afterwards."""
 
     def __init__(self, fd: int):
-        """Enter the cgroup, which a cgroup namespace that is made now will show as its root. Raises OSError."""
+        """Enter the cgroup. A cgroup namespace made now will show it as the root. Raises OSError."""
         os.set_inheritable(fd, False)
         self.fd = fd
         os.mkdir("host", dir_fd=fd)
@@ -191,14 +195,14 @@ class HostCgroup:
         _write("cgroup.procs", "0", fd)
 
     def give_to(self, uid: int) -> None:
-        """Let that user have cgroups below it. Raises OSError."""
+        """Allow this user to make cgroups below. Raises OSError."""
         for name in (".", "cgroup.procs"):
             os.chown(name, uid, uid, dir_fd=self.fd)
 
     def settle(self) -> None:
-        """Go down into host/: a cgroup with limits below it has no processes of its own. Raises OSError.
+        """Move the host into host/: a cgroup with limits on its children may hold no processes. Raises OSError.
 
-        The files were opened before, and what was allowed then is."""
+        The files were opened earlier, with the rights of that time."""
         os.write(self._procs, b"0")
         os.write(self._control, _ENABLE.encode())
         os.close(self._procs)
@@ -206,12 +210,12 @@ class HostCgroup:
 
 
 class CallCgroup:
-    """The cgroup of one call, in the supervisor. It measures as meter.Meter does."""
+    """The cgroup of one call, in the supervisor. Has the method `measure` of meter.Meter."""
 
     def __init__(self, host: HostCgroup, limits: CallLimits):
-        """Make it. Raises OSError."""
+        """Make the cgroup and set its limits. Raises OSError."""
         self._host, self._name, self._memory_limit = host.fd, f"call-{secrets.token_hex(8)}", limits.memory_bytes
-        # files in the scratch folder may be memory (tmpfs, twice), which the kernel counts together with the rest
+        # files in the scratch folder may be in memory (two tmpfs), and the kernel then counts them as memory
         self._max_bytes = limits.memory_bytes + limits.scratch_bytes + limits.scratch_bytes // 4 + KERNEL_BYTES
         os.mkdir(self._name, dir_fd=self._host)
         self.fd = -1
@@ -227,27 +231,27 @@ class CallCgroup:
             raise
 
     def adopt(self, pid: int) -> None:
-        """Move a process here, before it may start others. Raises OSError."""
+        """Move a process into the cgroup, before the process can start others. Raises OSError."""
         _write("cgroup.procs", str(pid), self.fd)
 
     def measure(self, pids: list[int]) -> tuple[int, float, int]:
-        """Return memory (bytes, without files), CPU time (seconds) of all that ever ran here, and number of tasks.
+        """Return memory (bytes, without files), CPU time (seconds, with ended processes) and number of tasks.
 
-        `pids` is Meter's argument: the kernel needs no list."""
+        `pids` is unused: Meter needs a list of processes, the kernel does not."""
         memory_bytes = int(self._read("memory.current"))
         if memory_bytes > self._memory_limit:
             memory_bytes -= field(self._read("memory.stat"), "file")
         return memory_bytes, field(self._read("cpu.stat"), "usage_usec") / 1e6, int(self._read("pids.current"))
 
     def ran_out_of_memory(self) -> bool:
-        """Return whether the kernel has killed the call for its memory limit, not for want of memory elsewhere."""
+        """Return True if the kernel killed the call at its memory limit, not for a lack of memory elsewhere."""
         with contextlib.suppress(OSError):
             events = self._read("memory.events")
             return field(events, "oom") > 0 and field(events, "oom_kill") > 0
         return False
 
     def remove(self) -> None:
-        """Kill what is still in it, and remove it. Never raises."""
+        """Kill the processes of the call, and remove the cgroup. Never raises."""
         _remove(self._name, self._host)
         if self.fd >= 0:
             os.close(self.fd)
@@ -261,6 +265,6 @@ class CallCgroup:
 
 
 def field(text: str, name: str) -> int:
-    """Return one value of a flat file: field("low 0\\nmax 3\\n", "max") -> 3. 0 where it is not there."""
+    """Return one value of a flat file: field("low 0\\nmax 3\\n", "max") -> 3. 0 if the field is missing."""
     found = re.search(rf"^{re.escape(name)} (\d+)$", text, re.MULTILINE)
     return int(found[1]) if found else 0

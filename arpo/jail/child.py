@@ -1,16 +1,17 @@
-"""A process that reads for us what strangers wrote: a chat template, a formula, a page.
+"""A child process for parsing untrusted text: a chat template, a formula, a web page.
 
-Such a text may hang its parser, fill the memory, or take the process over. So the parser is a program of its own, which
-runs jailed, with limits on time and memory, and without the environment's keys. A program is a file with two functions:
+Hostile text may hang its parser, fill the memory, or take over the process. So the parser is a separate program. It
+runs jailed, with limits on time and memory, and without the keys of the environment. A program is a file with two
+functions:
 
-    prepare()           imports what it needs; called once, before the jail closes
-    answer(request)     returns the answer to one request; both are what JSON can say
+    prepare()           imports its modules; called once, before the jail closes
+    answer(request)     returns the answer to one request; request and answer are JSON values
 
     child = Child(Path("parser.py"), memory_bytes=2 << 30, cpu_s=2.0, wall_s=60.0)
     child.ask(["1/2", "0.5"])   # parser.answer(["1/2", "0.5"])
 
-The program is imported by its path, without `arpo`, so that it starts in a fraction of a second. It may import its
-neighbours, the standard library and installed packages.
+The program is imported by its path, without `arpo`, and so starts in a fraction of a second. It may import files of
+its folder, the standard library and installed packages.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from typing import Any
 from .parser_jail import confine_parser
 
 START_S = 120.0
-"""Longest start of a child, on a busy machine."""
+"""Longest start of a child, even on a busy machine."""
 GRACE_S = 30.0
-"""Time beyond `wall_s` after which the parent ends a child that has not ended itself."""
+"""Time after `wall_s` until the parent kills a child that is still running."""
 MAX_ANSWER_BYTES = 1 << 20
-"""Longest answer. A child that a text has taken over may say anything."""
+"""Longest answer. A hostile text may take over the child and send any answer."""
 ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 BOOT = """
 import sys
@@ -48,15 +49,15 @@ jail.child.serve(*sys.argv[2:])
 
 
 class ChildDied(OSError):
-    """The child ended without an answer. The message says which limit it has exceeded: "2 s of CPU time"."""
+    """The child ended without an answer. The message names the exceeded limit: "2 s of CPU time"."""
 
 
 class Child:
-    """A child process, which the first request starts. One that ended is replaced. Safe to use from any thread."""
+    """A child process. The first request starts it, and a dead child is replaced. Safe to use from any thread."""
 
     def __init__(self, program: Path, *, memory_bytes: int, wall_s: float, cpu_s: float = 0.0):
-        """`wall_s` and `cpu_s` are limits of each request, of which the kernel kills the child; 0 = none. CPU time is
-        the same on a busy machine as on an idle one."""
+        """`wall_s` and `cpu_s` are limits per request, enforced by the kernel; 0 = no limit. A busy machine makes wall
+        time longer, but not CPU time."""
         self.program = program
         self.memory_bytes = memory_bytes
         self.wall_s = wall_s
@@ -65,13 +66,13 @@ class Child:
         _children.add(self)
 
     def _forget(self) -> None:
-        """Drop the process: a fork of this process must not talk into its parent's pipe."""
+        """Drop the process. Called after a fork, since a fork must not use its parent's pipe."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
 
     def ask(self, request: Any) -> Any:
-        """Return the program's answer. Raises ChildDied for one that needs too much, or makes no sense; RuntimeError
-        if the program cannot be started."""
+        """Return the program's answer. Raises ChildDied for an exceeded limit or an unreadable answer, and
+        RuntimeError if the program cannot be started."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process = self._start()
@@ -105,8 +106,8 @@ class Child:
         return process
 
     def _cause_of_death(self, process: subprocess.Popen) -> str:
-        """End a process, and return in words why it gave no answer."""
-        end(process, patience_s=1.0)  # its pipe is closed, so it is about to end by itself, for its own reason
+        """End a process. Return the reason for the missing answer, in words."""
+        end(process, patience_s=1.0)  # its pipe is closed: wait for its own exit code
         if process.returncode == -signal.SIGPROF:
             return f"{self.cpu_s:g} s of CPU time"
         if process.returncode in (-signal.SIGALRM, -signal.SIGKILL):
@@ -119,7 +120,7 @@ class Child:
         if process is None:
             return
         process.kill()
-        with self._lock:  # which a running request gives back now
+        with self._lock:  # a running request releases the lock now
             if self._process is process:
                 self._process = None
                 end(process)
@@ -138,7 +139,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @contextlib.contextmanager
 def killed_after(process: subprocess.Popen, limit_s: float) -> Iterator[None]:
-    """Kill a process that makes the block wait for longer."""
+    """Kill the process if the block takes longer than `limit_s` seconds."""
     timer = threading.Timer(limit_s, process.kill)
     timer.daemon = True
     timer.start()
@@ -149,7 +150,7 @@ def killed_after(process: subprocess.Popen, limit_s: float) -> Iterator[None]:
 
 
 def end(process: subprocess.Popen, *, patience_s: float = 0.0) -> None:
-    """Kill a process, unless it ends by itself within the patience, and free what this one has of it."""
+    """Wait `patience_s` for the process to end, then kill it. Close its pipes."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience_s)
     process.kill()
@@ -160,12 +161,12 @@ def end(process: subprocess.Popen, *, patience_s: float = 0.0) -> None:
 
 
 def serve(program: str, memory_bytes: str, cpu_s: str, wall_s: str) -> None:
-    """The child's side: answer until the parent is gone. A request that takes too long ends this process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes stdin
+    """Run in the child: answer requests until the parent is gone. A request over its time limit ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; when the parent ends, stdin closes
     resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a parser prints must not get among the answers
+    os.dup2(2, 1)  # prints of a parser must not mix with the answers
     folder, name = os.path.split(program)
     sys.path.append(folder)
     module = importlib.import_module(name.removesuffix(".py"))
@@ -176,7 +177,7 @@ def serve(program: str, memory_bytes: str, cpu_s: str, wall_s: str) -> None:
     confine_parser()
     answers.write(b"ready\n")
     answers.flush()
-    os.dup2(nothing, 2)  # a parser that complains of a text does so in nobody's log
+    os.dup2(nothing, 2)  # warnings of a parser about a text must not fill the log
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, float(cpu_s))
         signal.setitimer(signal.ITIMER_REAL, float(wall_s))

@@ -1,6 +1,7 @@
-"""The host: jails itself once, loads numpy and sympy, then keeps a few supervisors forked and does nothing else.
+"""The host: jails itself once, loads numpy and sympy, and then only keeps a few forked supervisors ready.
 
-Command: `python -s -S -B -c BOOT PACKAGE CONTROL_FD` (host_process.py). The first message there has its settings.
+Command: `python -s -S -B -c BOOT PACKAGE CONTROL_FD` (host_process.py). The first message on CONTROL_FD has the
+settings.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from .trees import remove_tree
 from .worker import SEED
 
 PRELOADED = ("random", "json", "itertools", "fractions", "decimal", "datetime", "statistics", "numpy.random", "sympy")
-"""Modules that the host loads. Each call pays for forking them: pandas or scipy would double its 6 ms. Importing sympy
-takes 250 ms."""
+"""Modules loaded by the host. Importing sympy takes 250 ms, which calls save. Each call pays for forking all of these
+modules: with pandas or scipy the 6 ms of a call would double."""
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     **dict.fromkeys(("HOME", "TMPDIR", "PWD"), "/tmp"),
@@ -46,22 +47,22 @@ ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "2",
     "MPLBACKEND": "Agg",
 }
-"""The whole environment that the host, and so the model's code, gets."""
+"""The complete environment of the host, and so of the model's code."""
 NUM_SPARES = 4
-"""Number of supervisors whose jail and worker are ready before a call comes, as that takes longer than most calls."""
+"""Number of supervisors kept ready with jail and worker, since preparing one takes longer than most calls."""
 RETRY_FORK_S = 0.1
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
 
 
 def main(control_fd: int) -> NoReturn:
-    """Serve until the trainer is gone. If the machine does not allow the wanted tier, report that and end."""
+    """Serve until the trainer is gone. If the machine does not allow the requested tier, report the reason and end."""
     control = socket.socket(fileno=control_fd)
     settings = json.loads(control.recv(1 << 16))
     trainer = kernel.pidfd_open(settings["trainer_pid"])
-    if os.getppid() != settings["trainer_pid"]:  # it died meanwhile, and its number may be someone else's
+    if os.getppid() != settings["trainer_pid"]:  # the trainer died meanwhile, and its pid may belong to another process
         os._exit(1)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("900")  # out of memory: rather us than the trainer
+        file.write("900")  # if memory runs out, the kernel should kill us, not the trainer
     limits = CallLimits(**settings["limits"])
     sys.path += settings["import_paths"]
     visible = visible_paths(settings["import_paths"] + settings["prefixes"])
@@ -82,15 +83,15 @@ def main(control_fd: int) -> NoReturn:
         os._exit(3)
     _preload()
     gc.collect()
-    gc.freeze()  # a collection in a fork would touch, and so copy, every page
+    gc.freeze()  # a garbage collection in a fork would touch every page, and so copy it
     gc.disable()
     control.send(json.dumps({"has_proc": jail.has_proc, "base": jail.base}).encode())
-    os.dup2(0, 2)  # until now stderr was a file of the client's, for the case that we could not even report
+    os.dup2(0, 2)  # until now stderr was a file of the client, for errors before the first report
     _keep_spares(jail, control, trainer)
 
 
 def visible_paths(paths: list[str]) -> list[str]:
-    """Return the system's folders, and those of `paths` that are not below them, each as named and as resolved."""
+    """Return the system's folders and all `paths` outside them. Each path is named twice: as given and resolved."""
     visible = [folder for folder in SYSTEM_FOLDERS if os.path.lexists(folder)]
     prefixes = [sys.base_prefix, sys.base_exec_prefix, *paths]
     for path in sorted({os.path.abspath(p) for p in prefixes} | {os.path.realpath(p) for p in prefixes}):
@@ -101,7 +102,7 @@ def visible_paths(paths: list[str]) -> list[str]:
 
 
 def _imported(folder: str) -> ModuleType:
-    """Import a package of CallLimits.sessions, with the two modules that the jail calls."""
+    """Import the package CallLimits.sessions with its modules `family` and `worker`, used by the jail."""
     parent, name = os.path.split(folder)
     sys.path.insert(0, parent)
     for module in ("family", "worker"):
@@ -111,7 +112,7 @@ def _imported(folder: str) -> ModuleType:
 
 
 def _preload() -> None:
-    site.setquit()  # exit() and help(), which -S leaves out
+    site.setquit()  # exit() and help(), missing with -S
     site.sethelper()
     for name in PRELOADED:
         with contextlib.suppress(ImportError):  # numpy and sympy need not be installed
@@ -119,30 +120,30 @@ def _preload() -> None:
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(SEED)
     if sympy := sys.modules.get("sympy"):
-        # Have it load what it loads only at first use (units, tensors, Risch): 0.4 s that each call would pay.
+        # sympy imports some modules (units, tensors, Risch) only at first use. Use them here: each call saves 0.4 s.
         x = sympy.Symbol("x")
         sympy.diff(x**3, x)
         sympy.solve(x**2 - 2, x)
         sympy.integrate(x * sympy.sin(x), x)
         sympy.simplify(sympy.sin(x) ** 2 + sympy.cos(x) ** 2)
-        sympy.core.cache.clear_cache()  # modules only: no call is to see results of another
+        sympy.core.cache.clear_cache()  # keep the modules, but no results: calls must not share them
 
 
 def _keep_spares(jail: FolderJail | NamespaceJail, control: socket.socket, trainer: int) -> NoReturn:
-    """Run the zygote. It reads only one byte per spare that has got its call, so no call can confuse it."""
+    """Run the zygote. It reads only one byte per supervisor that received a call, so no call can confuse it."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
     host_bytes = private_bytes()
     taken, taken_write = os.pipe2(os.O_CLOEXEC)
     poller = select.poll()
     poller.register(taken, select.POLLIN)
     poller.register(control, 0)  # hang-up
-    poller.register(trainer, select.POLLIN)  # a fork of the trainer may hold its end of the control socket open
+    poller.register(trainer, select.POLLIN)  # needed too: a fork of the trainer may keep the control socket open
     num_spares = 0
     while True:
         while num_spares < NUM_SPARES:
             try:
                 pid = jail.fork()
-            except OSError:  # no process to be had: callers wait, and so do we
+            except OSError:  # no free process: callers wait, and so does this loop
                 break
             if pid == 0:
                 _supervise(jail, control, taken_write, host_bytes)
@@ -153,9 +154,9 @@ def _keep_spares(jail: FolderJail | NamespaceJail, control: socket.socket, train
         if ready:
             num_spares -= len(os.read(taken, NUM_SPARES))
     with contextlib.suppress(OSError):
-        control.shutdown(socket.SHUT_RDWR)  # spares that wait on it end
+        control.shutdown(socket.SHUT_RDWR)  # idle supervisors wait on this socket, and end now
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(-1, 0)  # until the other supervisors, who notice it too, are gone
+        os.waitpid(-1, 0)  # returns when all supervisors have ended; the busy ones see it too
     if jail.base:
         remove_tree(jail.base)
     os._exit(0)
@@ -164,15 +165,15 @@ def _keep_spares(jail: FolderJail | NamespaceJail, control: socket.socket, train
 def _supervise(jail: FolderJail | NamespaceJail, control: socket.socket, taken: int, host_bytes: int) -> NoReturn:
     try:
         spare = prepare_worker(jail)
-    except BaseException:  # no room, say: give up, and be replaced, but not in a hurry
+    except BaseException:  # no memory or disk, perhaps: wait, give up, and let the host start another
         time.sleep(RETRY_FORK_S)
         os.write(taken, b"1")
         os._exit(1)
     exit_code = 0
     try:
-        _, fds, _, _ = socket.recv_fds(control, 16, 1)  # the kernel wakes one of the spares that wait
+        _, fds, _, _ = socket.recv_fds(control, 16, 1)  # the kernel wakes one waiting supervisor
         control.close()
-        if fds:  # else the trainer is gone
+        if fds:  # without a descriptor: the trainer is gone
             os.write(taken, b"1")
             os.close(taken)
             with socket.socket(fileno=fds[0]) as conn:
@@ -180,9 +181,9 @@ def _supervise(jail: FolderJail | NamespaceJail, control: socket.socket, taken: 
                     jail.sessions.family.serve(spare, conn, host_bytes)
                 else:
                     spare.serve(conn, host_bytes)
-    except BaseException:  # the caller sees the end of its connection, and tries again
+    except BaseException:  # the connection closes, and the caller tries again
         exit_code = 1
-    with contextlib.suppress(ChildProcessError):  # reaped: its number may be another process's by now
+    with contextlib.suppress(ChildProcessError):  # already reaped: the pid may belong to another process now
         if os.waitpid(spare.worker, os.WNOHANG) == (0, 0):
             jail.kill(spare.worker)
     if jail.base:

@@ -1,4 +1,4 @@
-"""Measures what the processes of a call use together, from /proc: limits on the sums are enforced by polling it."""
+"""Measures the total use of a call's processes, from /proc. The supervisor polls it to enforce limits on the sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 ROLLUP = "/proc/self/smaps_rollup"
-"""A file that is there where the kernel tells what processes share."""
+"""File present on kernels that report shared memory."""
 
 with socket.socket(socket.AF_UNIX) as _socket:
     BYTES_PER_SOCKET = _socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
@@ -18,31 +18,31 @@ with socket.socket(socket.AF_UNIX) as _socket:
 
 @dataclass(frozen=True)
 class Process:
-    """A process as it was seen last. Times are in clock ticks."""
+    """The last known state of a process. Times are in clock ticks."""
 
     started: int
-    """Time of its start: a number may be given again to another process."""
+    """Start time. Tells the process from a later one with the same pid."""
     parent: int
     ticks: int
-    """CPU time, with `waited_ticks`."""
+    """CPU time, including `waited_ticks`."""
     waited_ticks: int
-    """CPU time of the children that it has waited for, and of theirs."""
+    """CPU time of waited-for children and of their descendants."""
     num_tasks: int
 
 
 class Meter:
-    """Sums up memory, CPU time and tasks of one call over its processes, also of those that have ended."""
+    """Sums up memory, CPU time and tasks of one call over its processes. The CPU time includes ended processes."""
 
     def __init__(self, memory_limit: int, host_bytes: int):
-        """memory_limit: bytes above which the sum must be right. host_bytes: private memory of the host, which its
-        forks share; used where the kernel does not tell what is shared."""
+        """`memory_limit`: bytes above which the sum must be exact. `host_bytes`: private memory of the host. All forks
+        share it; used if the kernel does not report shared memory."""
         self.memory_limit, self.host_bytes = memory_limit, host_bytes
         self._last: dict[int, Process] = {}
         self._lost_ticks = 0
-        """CPU time of processes that have ended and that nobody has waited for, as with SIGCHLD ignored."""
+        """CPU time of ended processes without a waiting parent (SIGCHLD ignored, for example)."""
 
     def measure(self, pids: list[int]) -> tuple[int, float, int]:
-        """Return memory (bytes; up to the limit an upper bound), CPU time (seconds) and number of tasks."""
+        """Return memory (bytes; below the limit only an upper bound), CPU time (seconds) and number of tasks."""
         now = {pid: process for pid in pids if (process := _look_at(pid)) is not None}
         self._lost_ticks += lost_ticks(self._last, now)
         self._last = now
@@ -54,27 +54,27 @@ class Meter:
         )
 
     def _memory(self, pids: list[int]) -> int:
-        """Forks share memory, and adding it up for each of them is quick but too much. Only where that is over the
-        limit the kernel is asked for each one's share, which takes it a millisecond per 100 MB."""
+        """Return the memory of the processes. The quick sum counts memory shared by forks several times. Only if this
+        sum exceeds the limit, ask the kernel for each process's share, which takes a millisecond per 100 MB."""
         bounds = {pid: private_bytes(pid) for pid in pids}
         if sum(bounds.values()) <= self.memory_limit:
             return sum(bounds.values())
         shares = {pid: _share_bytes(pid) for pid in pids}
         untold = [bounds[pid] for pid, own in shares.items() if own is None]
-        if os.path.exists(ROLLUP):  # code that hides its processes gets the discount once
+        if os.path.exists(ROLLUP):  # hidden processes are the code's own doing: subtract host_bytes once
             untold = [sum(untold)]
         return sum(own or 0 for own in shares.values()) + sum(max(0, bound - self.host_bytes) for bound in untold)
 
 
 def lost_ticks(before: dict[int, Process], now: dict[int, Process]) -> int:
-    """Return the CPU time of processes that have vanished and that is in no other process's sum.
+    """Return the CPU time of vanished processes that no living process has taken over.
 
-    A parent that waits for a child takes over its time. So what has vanished below a process is lost as far as that
-    process's `waited_ticks` have not risen by it.
+    When a parent waits for a child, the kernel adds the child's time to the parent's `waited_ticks`. So time that
+    vanished below a living process is lost, unless this process's `waited_ticks` have risen by the same amount.
     """
     stayed = {pid for pid, process in before.items() if pid in now and now[pid].started == process.started}
     vanished: dict[int | None, int] = {}
-    """Ticks by the nearest ancestor that is still there; None: there is none."""
+    """Vanished ticks by the nearest living ancestor; None: no living ancestor."""
     for pid, process in before.items():
         if pid in stayed:
             continue
@@ -87,16 +87,16 @@ def lost_ticks(before: dict[int, Process], now: dict[int, Process]) -> int:
 
 
 def private_bytes(pid: int | str = "self") -> int:
-    """Return the anonymous memory of a process, swapped out or not; 0 for one that is gone or about to be."""
-    # its first thread may have ended, and shows no memory any more, while others go on
+    """Return the anonymous memory of a process, with swapped-out memory; 0 if the process is gone or ending."""
+    # an ended first thread shows no memory, while other threads may go on
     return _anonymous(f"/proc/{pid}/status") or max(map(_anonymous, glob.glob(f"/proc/{pid}/task/*/status")), default=0)
 
 
 def _share_bytes(pid: int) -> int | None:
-    """Return the process's share of the anonymous memory that it has, alone or with others; 0 for one that is gone or
-    about to be; None if the kernel does not tell."""
+    """Return the process's share of its anonymous memory (shared pages count in part); 0 if the process is gone or
+    ending; None if the kernel does not report shares."""
     told = os.path.exists(ROLLUP)
-    for task in glob.glob(f"/proc/{pid}/task/*"):  # the first thread has none once it has ended
+    for task in glob.glob(f"/proc/{pid}/task/*"):  # an ended first thread has no memory
         try:
             return _bytes_of(f"{task}/smaps_rollup", ("Pss_Anon:", "SwapPss:"))
         except PermissionError:
@@ -114,7 +114,7 @@ def _anonymous(path: str) -> int:
 
 
 def _socket_bytes(pids: list[int]) -> int:
-    """Return the most that the sockets of these processes may hold, which is the kernel's memory and in nobody's."""
+    """Return an upper bound of the memory in these processes' sockets. No process's memory includes it."""
     held = set()
     for path in (path for pid in pids for path in glob.glob(f"/proc/{pid}/task/*/fd/*")):
         with contextlib.suppress(OSError):  # closed since it was listed
@@ -123,8 +123,8 @@ def _socket_bytes(pids: list[int]) -> int:
 
 
 def _bytes_of(path: str, names: tuple[str, ...]) -> int:
-    """Return the sum of those fields of a file in /proc. Raises OSError."""
-    with open(path, errors="replace") as file:  # a process names itself
+    """Return the sum of the named fields of a file in /proc, in bytes. Raises OSError."""
+    with open(path, errors="replace") as file:  # the process chooses its name, perhaps no UTF-8
         return sum(int(line.split()[1]) << 10 for line in file if line.startswith(names))
 
 

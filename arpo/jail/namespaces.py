@@ -1,7 +1,8 @@
-"""Tier A: the host in namespaces of its own, and each call in further ones. Nothing of the machine is visible but
-the system's libraries and the interpreter, read-only; no network, not even loopback.
+"""Tier A: the host has its own namespaces, and each call has further namespaces. Of the machine, the code sees only
+the system's libraries and the interpreter, read-only. There is no network, not even loopback.
 
-Needs user namespaces (or root), mount_setattr (Linux 5.12), and for child processes a /proc that may be mounted again.
+Needs user namespaces (or root) and mount_setattr (Linux 5.12). Code may start child processes only if the machine
+allows a second mount of /proc.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ JAIL_UID = 61000
 NOBODY = 65534
 STAGING_FOLDERS = ("/sys", "/mnt", "/media", "/srv")
 DEVICES = ("null", "full", "random", "urandom")
-"""Devices in the jail. /dev/zero is not among them: a shared mapping of it is memory that no limit of ours counts."""
+"""Devices in the jail. /dev/zero is missing: none of our limits counts the memory of a shared mapping of /dev/zero."""
 ETC = {
     "passwd": f"nobody:x:{NOBODY}:{NOBODY}:nobody:/tmp:/bin/false\n",
     "group": f"nogroup:x:{NOBODY}:\n",
@@ -44,8 +45,11 @@ class NamespaceJail:
     def __init__(
         self, limits: CallLimits, visible: list[str], control: socket.socket, cgroup: HostCgroup | None = None
     ):
-        """Return in a child that is PID 1 of the new pid namespace; the caller stays behind as its launcher and never
-        returns. Raises OSError, in either of them, if the machine does not allow it."""
+        """Make the namespaces and fork. Returns only in the child, PID 1 of the new pid namespace.
+
+        The calling process never returns: it waits for the child as its launcher. Raises OSError, in either process,
+        if the machine does not allow the tier.
+        """
         self.limits = limits
         self.interpreter_in_tmp = [path for path in visible if path.startswith("/tmp/")]
         own = kernel.ALL_NAMESPACES & ~(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
@@ -53,14 +57,14 @@ class NamespaceJail:
             kernel.unshare(kernel.CLONE_NEWNS)
             root = _build_root(visible)
             kernel.mount("/proc", root + "/proc", None, kernel.MS_BIND | kernel.MS_REC)
-            _enter(root)  # before NEWUSER: after it these mounts are locked and pivot_root says EINVAL
+            _enter(root)  # before NEWUSER: afterwards these mounts are locked, and pivot_root fails with EINVAL
             root = ""
             if cgroup:
                 cgroup.give_to(JAIL_UID)
             os.setgroups([])
             os.setresgid(JAIL_UID, JAIL_UID, JAIL_UID)
             os.setresuid(JAIL_UID, JAIL_UID, JAIL_UID)
-            kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # setuid cleared it, and /proc/self/uid_map would belong to root
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # setuid cleared it; without it root owns /proc/self/uid_map
             for path in visible:
                 if not os.access(path, os.R_OK | os.X_OK):
                     raise PermissionError(f"{path} is not readable for uid {JAIL_UID}, as which the code is to run")
@@ -72,27 +76,27 @@ class NamespaceJail:
             kernel.unshare(kernel.CLONE_NEWNS | own)
             root = _build_root(visible)
         if cgroup:
-            cgroup.settle()  # before there are two of us
+            cgroup.settle()  # before the fork: one process to move
         _become_pid_1(control)
         self.has_proc = _mount_proc(root + "/proc")
         if root:
             _enter(root)
         self._pid_namespace = kernel.pidfd_open(os.getpid())
-        # Without /proc nobody can sum up the memory of several processes, so there is only one.
-        has_siblings = self.has_proc and bool(limits.sessions)  # forks of one session, which hide from each other
+        # Without /proc the memory of several processes cannot be summed up. So the code may not start any.
+        has_siblings = self.has_proc and bool(limits.sessions)  # forks of one session must not see each other
         self._filter = seccomp.program(allow_children=self.has_proc, may_hide=has_siblings)
 
     def fork(self) -> int:
-        """Fork a child that is PID 1 of a pid namespace of its own: when it ends, the kernel kills the rest of it."""
+        """Fork a child as PID 1 of a new pid namespace. When the child ends, the kernel kills the whole namespace."""
         kernel.unshare(kernel.CLONE_NEWPID)
         pid = None
         try:
             pid = os.fork()
         finally:
-            if pid != 0:  # a process can unshare again only after it has gone back to its own namespace
+            if pid != 0:  # only back in its own namespace can this process unshare again
                 try:
                     kernel.setns(self._pid_namespace, kernel.CLONE_NEWPID)
-                except OSError:  # no further call could be forked: better a host that is gone, and replaced
+                except OSError:  # no further call could be forked: end, so that the host is replaced
                     os._exit(1)
         return pid
 
@@ -102,7 +106,7 @@ class NamespaceJail:
         size = f"size={self.limits.scratch_bytes},nr_inodes={self.limits.scratch_inodes},mode=1777"
         target = "/mnt" if self.interpreter_in_tmp else "/tmp"
         kernel.mount("tmp", target, "tmpfs", NO_SPECIAL_FILES, size)
-        for path in self.interpreter_in_tmp:  # a virtual environment below /tmp must not vanish under the new /tmp
+        for path in self.interpreter_in_tmp:  # the new /tmp must not hide a virtual environment below /tmp
             place = target + path.removeprefix("/tmp")
             os.makedirs(place)
             kernel.mount(path, place, None, kernel.MS_BIND | kernel.MS_REC)
@@ -111,34 +115,34 @@ class NamespaceJail:
         size = f"size={self.limits.scratch_bytes // 4},nr_inodes=256,mode=1777"
         kernel.mount("shm", "/dev/shm", "tmpfs", NO_SPECIAL_FILES | kernel.MS_NOEXEC, size)
         if self.has_proc:
-            # read-only: a program that the code starts could lower its oom_score_adj to the trainer's
+            # read-only: otherwise a program of the code could lower its oom_score_adj to the trainer's
             kernel.mount("proc", "/proc", "proc", NO_SPECIAL_FILES | kernel.MS_NOEXEC | kernel.MS_RDONLY)
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # or the worker, who has our uid, could read /proc/1/mem
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # otherwise the worker, with our uid, could read /proc/1/mem
         return "/tmp"
 
     def confine(self, scratch: str) -> None:
-        kernel.unshare(kernel.CLONE_NEWUSER)  # or RLIMIT_NPROC would count the processes of all calls together
+        kernel.unshare(kernel.CLONE_NEWUSER)  # so that RLIMIT_NPROC counts this call only, and not all calls together
         set_rlimits(self.limits, count_processes=True)
         kernel.drop_capabilities()
-        # The kernel tells the supervisor what each process shares only if that may be dumped. That leaves the code no
-        # more to do: programs that it starts are dumpable anyway, and /proc is read-only.
+        # The kernel shows the supervisor the shared memory of a process only if the process is dumpable. This gives
+        # the code no new power: programs started by the code are dumpable anyway, and /proc is read-only.
         kernel.prctl(kernel.PR_SET_DUMPABLE, int(self.has_proc))
         seccomp.install(self._filter)
 
     def processes(self, worker: int) -> list[int]:
-        """Return all processes of the pid namespace but the supervisor; none if /proc is missing."""
+        """Return all processes of the pid namespace except the supervisor; [] if /proc is missing."""
         if not self.has_proc:
             return []
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
     def kill(self, worker: int) -> None:
-        """Kill -1: every process of the namespace but us, PID 1, at one moment, so that none can fork away."""
+        """Kill all other processes of the namespace at the same moment (pid -1), so that none can escape by forking."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
 
 
 def _is_mapped(uid: int) -> bool:
-    """Return whether this user namespace has that uid and gid: "root" of a rootless container may be alone in it."""
+    """Return True if this user namespace maps the uid and gid. A rootless container may map only its root."""
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/self/{name}") as file:
             ranges = [[int(word) for word in line.split()] for line in file]
@@ -156,7 +160,7 @@ def _new_user_namespace() -> None:
 
 
 def _become_pid_1(control: socket.socket) -> None:
-    """Return in a child, the first process of the new pid namespace; the parent only waits for it."""
+    """Fork. Returns only in the child, the first process of the new pid namespace. The parent waits for the child."""
     pid = os.fork()
     if pid == 0:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # the trainer ends a stuck host by killing the launcher
@@ -167,7 +171,7 @@ def _become_pid_1(control: socket.socket) -> None:
 
 
 def _build_root(visible: list[str]) -> str:
-    """Mount a tmpfs with read-only binds of `visible`, a made-up /etc and four devices; return its folder."""
+    """Mount a tmpfs with read-only binds of `visible`, an artificial /etc and four devices. Return its folder."""
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     free = (f for f in STAGING_FOLDERS if os.path.isdir(f) and not any(p.startswith(f + "/") for p in visible))
     root = next(free, None)
@@ -209,7 +213,7 @@ def _enter(root: str) -> None:
 
 
 def _mount_proc(target: str) -> bool:
-    """Mount a /proc of this pid namespace only; return False if that is refused, as in containers that mask theirs."""
+    """Mount a /proc with only this pid namespace. Return False if refused, as in containers with a masked /proc."""
     try:
         kernel.mount("proc", target, "proc", NO_SPECIAL_FILES | kernel.MS_NOEXEC)
     except PermissionError:
