@@ -15,32 +15,32 @@ from .limits import CallLimits
 from .selftest import leaks_of
 
 ISOLATING: tuple[Tier, ...] = ("namespaces", "landlock")
-"""The tiers that isolate, the best first."""
+"""Tiers with isolation, best first."""
 GRACE_S = 10.0
-"""A host counts as stuck if its supervisor is silent for so many seconds at its start, or beyond its wall limit."""
+"""Seconds of silence until a host counts as stuck, at the start of a call or after its wall limit."""
 PATIENCE_S = (0.1, 1.0, 5.0, 0.0)
-"""Seconds that each try of a call waits for the host's end, after a connection that just ended: the processes of a host
-die one by one. A call may be repeated, since code in the jail has no effect outside."""
+"""Seconds to wait for the host's end after each failed try of a call. The processes of a dying host end one by one, so
+its calls may fail before the host itself is gone. Repeating a call is safe: jailed code has no effect outside."""
 LIMITS = {
     "namespaces": "exact limits: wall time, files, processes, each one's memory and CPU time; polled: their sums",
     "one process": "exact limits: wall time, files, threads, memory, CPU time",
     "landlock": "exact limits: wall time, memory, CPU time; polled: files and threads",
     "none": "exact limits: wall time, the first process's memory and CPU time; polled: its files and threads",
 }
-"""Words for each tier's limits in the line of a start. "one process": namespaces without a /proc. A polled limit may be
-exceeded for as long as a poll takes (50 ms)."""
+"""Each tier's limits in words, logged at the start. "one process": namespaces without a /proc. A call may exceed a
+polled limit for one poll interval (50 ms)."""
 LIMITS_OF_CGROUPS = {
     "namespaces": "exact limits: wall time, files, processes, memory of all (by cgroup); polled: CPU time (by cgroup)",
     "one process": LIMITS["one process"],
     "landlock": "exact limits: wall time, threads, memory (by cgroup), CPU time; polled: files",
     "none": "exact limits: wall time, processes, memory of all (by cgroup); polled: files, CPU time (by cgroup)",
 }
-"""The same with a cgroup for each call, which overlooks no memory and no CPU time."""
+"""The same if each call has a cgroup. A cgroup counts all memory and all CPU time."""
 NOT_HELD = {
     "namespaces": "not held: locks of the system's files, by which calls at the same time may signal to each other",
     "landlock": "not held: which files exist, their sizes and times; locks, by which calls may signal to each other",
 }
-"""Holes that an isolating tier leaves, for the same line."""
+"""Known holes of the isolating tiers, logged in the same line."""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Sandbox:
         grace_s: float = GRACE_S,
         cgroup: str = "auto",
     ):
-        """Start the host in `tier`, or in the best one that this machine allows. Raises SandboxUnavailable.
+        """Start the host in `tier`, or in the best tier of this machine. Raises SandboxUnavailable.
 
         `cgroup`: see PythonConfig.
         """
@@ -73,7 +73,7 @@ class Sandbox:
         """Threads that remove the files of lost hosts."""
         self._cgroup = cgroup
         self.no_cgroup = "switched off" if cgroup == "none" else ""
-        """Reason why there is no cgroup; "" if there is one, or if none has been tried."""
+        """Reason for a missing cgroup; "" = the host has a cgroup, or has not tried yet."""
         reasons: list[str] = []
         for candidate in (tier,) if tier else (*ISOLATING, "none") if allow_unsafe else ISOLATING:
             try:
@@ -87,7 +87,7 @@ class Sandbox:
         self._announce(reasons)
 
     def _start(self, tier: Tier) -> HostProcess:
-        """Start a host, in a cgroup if possible. A later host gets one only if the first one had one."""
+        """Start a host, in a cgroup if possible. Later hosts get a cgroup only if the first host had a cgroup."""
         if self.no_cgroup:
             return self._start_in(tier, None)
         try:
@@ -100,7 +100,7 @@ class Sandbox:
             return host
 
     def _start_in(self, tier: Tier, cgroup: HostFolder | None) -> HostProcess:
-        """Start a host and test its jail. A leaking jail is worse than none, since it is trusted."""
+        """Start a host and test its jail. Users trust a jail, so a leaking jail is worse than no jail."""
         host = HostProcess(tier, self.limits, self.interpreter, cgroup)
         if tier == "none":
             return host
@@ -122,7 +122,7 @@ class Sandbox:
         return self.attempt(lambda host: host.call(code, self.limits.wall_s, self.grace_s))
 
     def attempt(self, action: Callable[[HostProcess], T]) -> T | wire.Reply:
-        """Call the action with the host, or with a new one if that is lost. Return its value, or a sandbox_error.
+        """Call the action with the host; with a new host if the old one is lost. Return its value or a sandbox_error.
 
         Never raises.
         """
@@ -135,8 +135,8 @@ class Sandbox:
                 error = caught
             if self._closed:
                 break
-            # A connection that just ends is a lost supervisor, or a fork that failed: try again. A host that is gone,
-            # or from which nothing comes at all, is replaced, once for all callers.
+            # If only the connection ended, the supervisor died or a fork failed: try again. If the host has ended or
+            # sends nothing, replace it, once for all callers.
             if isinstance(error, TimeoutError) or host.is_gone(patience_s):
                 try:
                     self._replace(host)
@@ -149,7 +149,7 @@ class Sandbox:
             if self.host is not lost or self._closed:
                 return
             lost.kill()
-            self.host = self._start(self.tier)  # never in a lower tier than was announced
+            self.host = self._start(self.tier)  # always in the announced tier
             self.num_restarts += 1
             # in a thread, since the calls need not wait for this
             removal = threading.Thread(target=lost.remove_files, name="arpo-python-remove")
@@ -167,7 +167,7 @@ class Sandbox:
                 removal.join()
 
     def _announce(self, refused: list[str]) -> None:
-        """Log the tier in one line: as a warning, unless it is the best one."""
+        """Log the tier in one line; a warning unless it is the best tier."""
         lacks = {
             "none": "NO isolation, model-written code runs as this user",
             "landlock": "sandboxed by Landlock and seccomp, without namespaces",

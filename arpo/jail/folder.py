@@ -15,11 +15,11 @@ from .trees import exceeds, nameless_bytes
 
 
 class FolderJail:
-    """A jail's methods for host, supervisor and worker; NamespaceJail has the same."""
+    """The methods of a jail for host, supervisor and worker. NamespaceJail has the same methods."""
 
     tier = "none"
     has_proc = True
-    """True if /proc shows the processes of a call. Without it their memory is unknown, so there may be only one."""
+    """True if /proc shows the processes of a call. Without /proc a call may have only one process."""
     cgroup: HostCgroup | None = None
     """Parent of the calls' cgroups; None: limits on sums are polled."""
     sessions: ModuleType | None = None
@@ -28,9 +28,9 @@ class FolderJail:
     def __init__(self, limits: CallLimits):
         """Called once, in the host. Raises OSError if the machine does not allow this kind of jail."""
         self.limits = limits
-        # not in /dev/shm: Docker gives it 64 MB, and the trainer's NCCL and data loaders live there
+        # not in /dev/shm: in Docker this has 64 MB, needed by the trainer's NCCL and data loaders
         self.base: str | None = tempfile.mkdtemp(prefix="arpo-python-")
-        """Folder that holds the folders of the calls; None: these disappear with a call's namespaces."""
+        """Parent of the calls' folders; None: a call's folder disappears with the call's namespaces."""
         os.chmod(self.base, 0o711)
         self.worker_uid: int | None = None
         self._zygote = os.getpid()
@@ -43,7 +43,7 @@ class FolderJail:
         return pid
 
     def open_scratch(self) -> str:
-        """Make the folder that the call may write to (called in the supervisor)."""
+        """Make the writable folder of the call (called in the supervisor)."""
         scratch = tempfile.mkdtemp(prefix="call-", dir=self.base)
         if self.worker_uid is not None:
             os.chown(scratch, self.worker_uid, self.worker_uid)
@@ -58,22 +58,22 @@ class FolderJail:
             os.setresuid(self.worker_uid, self.worker_uid, self.worker_uid)
         kernel.die_with(supervisor)  # after setuid, which clears it
         set_rlimits(self.limits, count_processes=False)
-        # The kernel shows the supervisor what files the worker holds only if that may be dumped. Nobody else can make
-        # use of it: Landlock hides /proc from the code, and the filter forbids what looks into processes.
+        # The kernel shows the supervisor the worker's open files only if the worker is dumpable. The code gains
+        # nothing: Landlock hides /proc from it, and the filter forbids calls that look into processes.
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
     def processes(self, worker: int) -> list[int]:
-        """Return the processes of the call, whose use is summed (called in the supervisor)."""
+        """Return the processes of the call, for sums of their use (called in the supervisor)."""
         return [worker]
 
     def is_over_quota(self, worker: int, scratch: str) -> bool:
-        """Return whether the call's files are too many, too large or too deep (called in the supervisor).
+        """Return True if the call's files are too many, too large or too deep (called in the supervisor).
 
-        They are counted, since no tmpfs limits them here. So a call may exceed the limit between two polls.
+        No tmpfs limits the files here, so the supervisor counts them. A call may exceed the limit between two polls.
         """
         with kernel.file_user(self.worker_uid):
             removed = nameless_bytes(worker, scratch, self.limits.max_file_bytes)
-        kernel.die_with(self._zygote)  # looking as another user has cleared that
+        kernel.die_with(self._zygote)  # file_user has cleared the setting
         return exceeds(scratch, self.limits, removed)
 
     def kill(self, worker: int) -> None:

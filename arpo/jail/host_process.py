@@ -22,7 +22,7 @@ from .trees import remove_tree
 
 Tier = Literal["namespaces", "landlock", "none"]
 BOOT = "import sys; sys.path[0] = sys.argv[1]; import jail.host; del sys.path[0]; jail.host.main(int(sys.argv[2]))"
-"""The first code of the host. It replaces the first entry of sys.path, the current folder: Python 3.9 has no -P."""
+"""First code of the host. Replaces the current folder in sys.path, since Python 3.9 has no option -P."""
 START_TIMEOUT_S = 120.0
 """Seconds for a start: numpy and sympy may come from a cold network file system."""
 
@@ -32,7 +32,7 @@ class SandboxUnavailable(Exception):
 
 
 class HostProcess:
-    """One jailed host. It is spawned, since a fork would take the trainer's memory, threads and files into the jail."""
+    """One jailed host. It is spawned: a fork would take the trainer's memory, threads and files into the jail."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class HostProcess:
         self.base: str | None = None
         self._cgroup = cgroup
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Without -E, since PYTHONHASHSEED must count. -S: a .pth file (of an editable install, say) would run code and
-        # show the repository. -s: no user site. -B: write nothing.
+        # No -E, which would ignore PYTHONHASHSEED. -S: otherwise a .pth file (of an editable install, for example)
+        # could run code and show the repository. -s: no user site. -B: write no bytecode.
         command = [interpreter.executable, "-s", "-S", "-B", "-c", BOOT, PACKAGE_PARENT, str(theirs.fileno())]
         with tempfile.TemporaryFile() as stderr:
             self._process = subprocess.Popen(
@@ -98,10 +98,10 @@ class HostProcess:
         an unreadable reply.
         """
         with self.connect(grace_s) as conn:
-            return wire.call(conn, code, wall_s + grace_s)  # the supervisor itself should answer earlier
+            return wire.call(conn, code, wall_s + grace_s)  # normally the supervisor answers earlier
 
     def connect(self, grace_s: float) -> socket.socket:
-        """Return a connection to a supervisor that waits for a call. Raises OSError."""
+        """Return a connection to a waiting supervisor. Raises OSError."""
         ours, theirs = socket.socketpair()
         ours.settimeout(grace_s)
         try:
@@ -114,7 +114,7 @@ class HostProcess:
         return ours
 
     def is_gone(self, patience_s: float = 0.0) -> bool:
-        """Return whether the process has ended or closed its connection. Wait for that up to `patience_s`."""
+        """Return True if the process ends or closes its connection within `patience_s`."""
         if self._process.poll() is not None or self._control.fileno() < 0:
             return True
         poller = select.poll()
@@ -129,7 +129,7 @@ class HostProcess:
         self._process.wait()
 
     def remove_files(self) -> None:
-        """Remove folder and cgroup of a killed host. Never raises; can take long where calls have made many folders."""
+        """Remove folder and cgroup of a killed host. Never raises. Many folders of calls can make this slow."""
         if self._cgroup:
             self._cgroup.remove()
         if self.base:

@@ -1,4 +1,4 @@
-"""The Python that the host runs on (the trainer's, or one that the user names), and the packages that it may import."""
+"""The Python for the host (the trainer's, or one named by the user), and the folders of its packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGE_PARENT = str(Path(__file__).resolve().parents[1])
 """Folder on the host's sys.path while it imports this package, as `jail`"""
 OLDEST = (3, 9)
 ANSWER_TIMEOUT_S = 60.0
-# Even the oldest Python can run this, so that the user is told its version and not a syntax error.
+# Even very old Pythons can run this. The user then reads "is Python 3.6", and not a syntax error.
 _ASK = """
 import json, sys
 facts = {"version": list(sys.version_info[:3]), "path": sys.path, "prefixes": [sys.prefix, sys.exec_prefix]}
@@ -43,8 +43,8 @@ def own_interpreter() -> Interpreter:
 
 
 def named_interpreter(executable: str) -> Interpreter:
-    """Return the Python of another environment. Raises ValueError with the reason if it cannot run a host."""
-    path = os.path.abspath(os.path.expanduser(executable))  # not resolved: a venv is known by its link's place
+    """Return the Python of another environment. Raises ValueError with the reason if this Python cannot run a host."""
+    path = os.path.abspath(os.path.expanduser(executable))  # unresolved: the link's folder is the venv
     if not os.path.isfile(path):
         raise ValueError("there is no such file; name the environment's bin/python")
     command = [path, "-s", "-B", "-c", _ASK, PACKAGE_PARENT]  # with site: its .pth files may add folders of packages

@@ -1,7 +1,7 @@
-"""Tier B, for machines that allow no namespaces (Docker's default profile).
+"""Tier B, for machines without namespaces (Docker's default profile).
 
-Landlock (Linux 5.13) restricts files, and the seccomp filter all else. A call has one process. It can read only the
-interpreter's files, and write only in its folder.
+Landlock (Linux 5.13) restricts access to files. The seccomp filter restricts everything else. A call has one process.
+The process can read only the interpreter, and write only in the call's folder.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class LandlockJail(FolderJail):
     def __init__(self, limits: CallLimits, visible: list[str]):
         """Raises OSError if the kernel has no Landlock, or forbids it."""
         newest_abi()
-        seccomp.program(allow_children=False)  # an unknown machine fails here
+        seccomp.program(allow_children=False)  # raises for an unknown machine
         super().__init__(limits)
         self.readable = [*visible, *READABLE_FILES]
         if os.geteuid() == 0 and all(_is_open_to_all(path) for path in visible):
-            self.worker_uid = JAIL_UID  # a root without capabilities still owns root's files
+            self.worker_uid = JAIL_UID  # root without capabilities would still own root's files
 
     def confine(self, scratch: str) -> None:
         super().confine(scratch)
@@ -98,5 +98,5 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def _is_open_to_all(path: str) -> bool:
-    """Return whether any user may enter and list the folder and all its parents."""
+    """Return True if all users may enter and list the folder and all its parents."""
     return all(os.stat(folder).st_mode & 0o005 == 0o005 for folder in (path, *Path(path).parents))

@@ -1,7 +1,7 @@
-"""The jail of a child process that parses what strangers wrote (web pages, answers of a policy, chat templates).
+"""The jail of a child process for parsing untrusted text (web pages, answers of a policy, chat templates).
 
-A stranger's code runs there only through a hole in a parser. It then finds a process without keys, network and
-children. The process cannot write files, and can read only the interpreter.
+Hostile code runs there only through a hole in a parser. The code then runs without keys, network and
+children. It cannot write files, and can read only the interpreter.
 """
 
 from __future__ import annotations

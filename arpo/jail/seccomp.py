@@ -1,5 +1,5 @@
-"""The system call filter of a worker: a deny-list in the kernel's classic BPF. It is installed after the worker has
-given up everything else, and binds its children too.
+"""The system call filter of a worker: a deny-list in the kernel's classic BPF. It is the worker's last restriction, and
+also binds the worker's children.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IOCTLS = (0x5412, 0x541C, 0x8901, 0x8902, 0x40086602, 0x401C5820)
 """TIOCSTI, TIOCLINUX (type into a terminal), FIOSETOWN, SIOCSPGRP (aim signals), FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR."""
 FCNTLS = (8, 10, 15, 1024)
 """F_SETOWN, F_SETSIG, F_SETOWN_EX: with them "data is ready" becomes a SIGKILL for any process of the same user.
-F_SETLEASE: who opens the file elsewhere, the trainer say, waits until the call ends."""
+F_SETLEASE: a process opening the file elsewhere (the trainer, perhaps) would wait until the call ends."""
 RLIMIT_CORE = 4
 
 Instruction = tuple[int, int, int, int]
@@ -36,10 +36,11 @@ Instruction = tuple[int, int, int, int]
 
 
 def program(*, allow_children: bool, only_pid: int | None = None, may_hide: bool = False) -> bytes:
-    """Return the filter for this machine, as the kernel wants it. Raises OSError on an unknown architecture.
+    """Return the filter for this machine, in the kernel's format. Raises OSError on an unknown architecture.
 
-    only_pid: the one process, itself, that the worker may signal. It is set if no namespaces hide the user's other
-    processes and files. may_hide: it may forbid others of its user, and allow them again, to read its memory.
+    * `only_pid`: pid of the worker, the only process it may signal. Set it if no namespaces hide the user's other
+      processes and files.
+    * `may_hide`: the worker may change its PR_SET_DUMPABLE, and so hide its memory from processes of the same user.
     """
     machine = platform.machine()
     if machine not in table.ARCHITECTURES:
@@ -62,9 +63,9 @@ def program(*, allow_children: bool, only_pid: int | None = None, may_hide: bool
     datagram = [(AND, 0, 0, SOCK_TYPE_MASK), *_if(JUMP_EQUAL, SOCK_DGRAM, RETURN_ERRNO | errno.EPERM)]
     code += _on_argument(single["socketpair"], 1, datagram)
     code += _on_argument(single["mmap"], 3, _uncounted_memory())
-    # the kernel's memory, up to some MB per socket, which no limit of a process counts
+    # socket buffers are kernel memory (up to some MB per socket): no limit of a process counts them
     code += _on_argument(single["setsockopt"], 2, _if_any(SOCKET_BUFFERS, RETURN_ERRNO | errno.EPERM))
-    # a file without a name, which no quota that goes by names finds; tempfile then makes one with a name
+    # quotas by name do not find a file without a name; tempfile then makes a file with a name
     nameless = _if(JUMP_BITS, O_TMPFILE, RETURN_ERRNO | errno.EOPNOTSUPP)
     for name, argument in (("open", 1), ("openat", 2)):
         code += _on_argument(single[name], argument, nameless) if name in single else []
@@ -75,20 +76,20 @@ def program(*, allow_children: bool, only_pid: int | None = None, may_hide: bool
         children += [*_if(JUMP_BITS, CLONE_THREAD, ALLOW), (RETURN, 0, 0, RETURN_ERRNO | errno.EPERM)]
         code += _refuse({name: single[name] for name in ("fork", "vfork") if name in single}, errno.EPERM)
     code += _on_argument(single["clone"], 0, children)
-    # a process that may be dumped may write its /proc/self/oom_score_adj, and leave a core to the machine's handler
+    # a dumpable process may write its /proc/self/oom_score_adj, and send a core to the core handler of the machine
     own_state = {kernel.PR_SET_DUMPABLE: not may_hide, kernel.PR_SET_PDEATHSIG: only_pid is not None}
     forbidden = tuple(option for option, is_forbidden in own_state.items() if is_forbidden)
     code += _on_argument(single["prctl"], 0, _if_any(forbidden, RETURN_ERRNO | errno.EPERM))
-    # with a limit of 0, in place of ours, a core goes to the machine's handler
+    # a limit of 0 instead of ours would send cores to the core handler of the machine
     no_core = _if(JUMP_EQUAL, RLIMIT_CORE, RETURN_ERRNO | errno.EPERM)
     code += _on_argument(single["setrlimit"], 0, no_core)
-    # the supervisor is in sight, and has our uid: its limits are not ours to change
+    # the supervisor is visible and has our uid: the code must not change its limits
     own = _only(0) if only_pid is None else _only(0, only_pid)
     code += _on_argument(single["prlimit64"], 1, [*no_core, (LOAD, 0, 0, AT_ARGUMENTS), *own])
     code += _on_argument(single["fcntl"], 1, _if_any(FCNTLS, RETURN_ERRNO | errno.EPERM))
     if only_pid is not None:
         code += _refuse(table.numbers(table.ON_OTHERS, machine), errno.EPERM)
-        # fills a disk before its files are counted
+        # fallocate could fill the disk between two counts of the files
         code += _refuse({"fallocate": single["fallocate"]}, errno.EOPNOTSUPP)
         for name in ("kill", "tgkill"):
             code += _on_argument(single[name], 0, _only(only_pid))
@@ -98,7 +99,7 @@ def program(*, allow_children: bool, only_pid: int | None = None, may_hide: bool
 
 
 def install(filter_program: bytes) -> None:
-    """Bind this process and its future children; there is no way back."""
+    """Bind this process and its future children forever."""
     instructions = ctypes.create_string_buffer(filter_program, len(filter_program))
     header = struct.pack("HxxxxxxQ", len(filter_program) // 8, ctypes.addressof(instructions))
     header_buffer = ctypes.create_string_buffer(header, len(header))
@@ -107,8 +108,8 @@ def install(filter_program: bytes) -> None:
 
 
 def _uncounted_memory() -> list[Instruction]:
-    """Return the tests of an mmap's flags. RLIMIT_DATA knows neither kind: shared memory of no file, which is in
-    nobody's RSS either once it is unmapped, and what may grow like a stack."""
+    """Return tests of an mmap's flags, for two kinds of memory outside RLIMIT_DATA: memory growing like a stack, and
+    shared memory without a file. Unmapped shared memory is also in no process's RSS."""
     return [
         *_if(JUMP_BITS, MAP_GROWSDOWN, RETURN_ERRNO | errno.EPERM),
         (AND, 0, 0, MAP_SHARED_ANONYMOUS),
@@ -133,7 +134,7 @@ def _refuse(calls: dict[str, int], error: int) -> list[Instruction]:
 
 
 def _on_argument(number: int, argument: int, tests: list[Instruction]) -> list[Instruction]:
-    """Run `tests` on the low half of an argument of that call; allowed where none of them says otherwise."""
-    # Every argument that is looked at here is an int (or flags below 2^32) to the kernel too.
+    """Run `tests` on the low half of an argument of this call. The call is allowed unless a test refuses."""
+    # The low half is enough: the kernel, too, takes all tested arguments as int (or flags below 2^32).
     tests = [(LOAD, 0, 0, AT_ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, ALLOW)]
     return [(JUMP_EQUAL, 0, len(tests), number), *tests]

@@ -1,4 +1,4 @@
-"""The self-test of a host before its first call: jailed code tries to reach things of the trainer, the canaries."""
+"""The self-test of a host before its first call: a jailed probe tries to reach a few things of the trainer."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ _ = works(lambda: overwrite(PATH))  # may work on a file of that name in a priva
 
 
 def leaks_of(run: Callable[[str], Reply]) -> list[str]:
-    """Return what the probe reaches when `run` runs it, of an environment, a file that anybody may write, a port that
-    anybody may call, and processes; empty for a tight jail. Raises what `run` raises."""
+    """Run the probe with `run`. Return its successes as messages; [] for a tight jail. Raises the errors of `run`.
+
+    The probe tries to read the trainer's environment variables, to read and overwrite a world-writable file, to
+    connect to an open port, and to signal other processes.
+    """
     secret = secrets.token_hex(16)
     with (
         tempfile.NamedTemporaryFile("w+", prefix="arpo-canary-") as canary,

@@ -1,7 +1,7 @@
-"""S, the supervisor of one call, forked before the call comes.
+"""S, the supervisor of one call. The host forks it before the call arrives.
 
-It forks the worker, enforces the limits that the kernel does not enforce, replies, and ends all processes of the call.
-In tier A it is PID 1 of the call's pid namespace: when it exits, the kernel kills all that the call left behind.
+The supervisor forks the worker, enforces all limits missing in the kernel, sends the reply, and ends all processes of
+the call. In tier A it is PID 1 of the call's pid namespace: when it exits, the kernel kills the call's other processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POLL_S = 0.05
 QUOTA_POLL_S = 0.02
 """Seconds between two counts of the call's files, if the kernel does not limit them."""
 BUSY_CPU_S = 0.2
-"""CPU seconds after which a call runs behind the others, so that a few endless loops do not delay them."""
+"""CPU seconds until a call gets a lower priority, so that a few endless loops do not delay the other calls."""
 KILL_PATIENCE_S = 2.0
 IO_TIMEOUT_S = 10.0
 READ_BYTES = 1 << 16
@@ -71,9 +71,10 @@ class Stream:
 
 
 def prepare_worker(jail: FolderJail | NamespaceJail) -> Spare:
-    """Prepare all that does not depend on the code, before a call comes. Raises OSError."""
+    """Prepare the worker and its streams before a call arrives. Raises OSError."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # If the kernel groups processes by session (autogroup), niceness counts only within a group. So the call gets one.
+    # If the kernel groups processes by session (autogroup), niceness counts only within a group. So give each call a
+    # group of its own.
     os.setsid()
     group_fd = None
     with contextlib.suppress(OSError):
@@ -92,7 +93,7 @@ def prepare_worker(jail: FolderJail | NamespaceJail) -> Spare:
         raise
     if worker == 0:
         run_worker(jail, scratch, out_write, err_write, theirs.fileno())
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as PID 1 we get only signals we have handlers for: have none
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no handler: PID 1 then receives no SIGINT
     theirs.close()
     for fd in (out_write, err_write):
         os.close(fd)
@@ -109,29 +110,31 @@ def prepare_streams(limits: CallLimits) -> tuple[list[Stream], list[int]]:
 
 @dataclass
 class Spare:
-    """A worker that waits for its code. It is confined, or about to be."""
+    """A worker waiting for its code. The worker is confined, or about to be."""
 
     jail: FolderJail | NamespaceJail
     worker: int
     scratch: str
     channel: socket.socket
-    """The code goes in. The reason comes out if the worker could not be confined. The worker closes its end before it
-    runs the code."""
+    """Sends the code to the worker. Returns the reason if the worker could not be confined. The worker closes its end
+    before it runs the code."""
     stdout: Stream
     stderr: Stream
     cgroup: CallCgroup | None = None
     group_fd: int | None = None
-    """The file that sets the priority of the call's group of processes; None: there is none, or it has been set."""
+    """File for the priority of the call's process group; None: no such file, or the priority has been set."""
 
     def serve(self, conn: socket.socket, host_bytes: int) -> None:
-        """Serve one call on `conn`: hello, code in, reply out. After an exception, which closes the connection, the
-        trainer repeats the call. host_bytes: see meter.Meter."""
+        """Serve one call on `conn`: send hello, receive the code, send the reply. `host_bytes`: see meter.Meter.
+
+        An exception closes the connection, and the trainer then repeats the call.
+        """
         conn.settimeout(IO_TIMEOUT_S)
         conn.sendall(wire.HELLO)
         code = wire.receive_block(conn, wire.MAX_CODE_BYTES)
         started = time.monotonic()
         is_sent = False
-        with contextlib.suppress(OSError):  # the worker is not there any more
+        with contextlib.suppress(OSError):  # the worker has ended already
             self.channel.settimeout(IO_TIMEOUT_S)
             self.channel.sendall(code)
             self.channel.shutdown(socket.SHUT_WR)
@@ -153,7 +156,7 @@ class Spare:
         wire.send_reply(conn, header, self.stdout.text(), error_text)
 
     def _watch(self, conn: socket.socket, pidfd: int, deadline: float, meter: Meter | CallCgroup) -> str | None:
-        """Wait for the worker's end, and return None, or for a limit that it hits, and return its name."""
+        """Wait for the end of the worker. Return None, or the name of the limit if the call exceeds a limit first."""
         poll_s = QUOTA_POLL_S if self.jail.base else POLL_S
         poller = select.poll()
         streams = {stream.fd: stream for stream in (self.stdout, self.stderr)}
@@ -187,32 +190,31 @@ class Spare:
         memory_bytes, cpu_s, num_tasks = meter.measure(pids)
         if cpu_s > BUSY_CPU_S:
             self._step_back(pids)
-        if cpu_s > self.jail.limits.cpu_s:  # RLIMIT_CPU is per process; this is all of them
+        if cpu_s > self.jail.limits.cpu_s:  # RLIMIT_CPU is per process; this is the sum
             return "cpu_limit"
         if memory_bytes > self.jail.limits.memory_bytes:
             return "memory_limit"
-        if num_tasks > self.jail.limits.max_processes:  # only where RLIMIT_NPROC could not be used
+        if num_tasks > self.jail.limits.max_processes:  # needed only without RLIMIT_NPROC
             return "process_limit"
         return "disk_limit" if self.jail.base and self.jail.is_over_quota(self.worker, self.scratch) else None
 
     def _step_back(self, pids: list[int]) -> None:
-        """Lower the priority of all threads of these processes, and of the call's group, so that calls that have
-        computed less go first."""
+        """Lower the priority of these processes' threads and of the call's group. Calls with less CPU time go first."""
         nice = os.getpriority(os.PRIO_PROCESS, 0) + BUSY_NICE
         for task in (task for pid in pids for task in glob.glob(f"/proc/{pid}/task/*")):
-            with contextlib.suppress(OSError):  # it ended since it was listed, or has gone further back by itself
+            with contextlib.suppress(OSError):  # the thread has ended, or has a lower priority already
                 os.setpriority(os.PRIO_PROCESS, int(os.path.basename(task)), nice)
         if self.group_fd is not None:
-            with contextlib.suppress(OSError):  # EAGAIN where somebody else just did that: at the next poll
+            with contextlib.suppress(OSError):  # EAGAIN right after another such write: repeat at the next poll
                 os.write(self.group_fd, str(BUSY_NICE).encode())
                 os.close(self.group_fd)
                 self.group_fd = None
 
     def _bury(self, pidfd: int, verdict: str | None) -> dict[str, object]:
-        """Reap the worker, take the rest of its output, and decide how the call ended."""
+        """Reap the worker, read the rest of its output, and return the reply's header with the status."""
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)
-        if not poller.poll(KILL_PATIENCE_S * 1000):  # in an uninterruptible sleep: the kernel will finish it
+        if not poller.poll(KILL_PATIENCE_S * 1000):  # uninterruptible sleep: the kernel ends it later
             return {"status": verdict or "killed"}
         _, status, used = os.wait4(self.worker, 0)
         for stream in (self.stdout, self.stderr):

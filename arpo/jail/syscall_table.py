@@ -1,9 +1,9 @@
-"""The system calls that the filter names, by number. Columns: name, x86_64, aarch64 (- where it does not exist)."""
+"""Numbers of the system calls in the filter. Columns: name, x86_64, aarch64 (- = the machine lacks the call)."""
 
 from __future__ import annotations
 
 NEWEST = 462
-"""The last call that was reviewed (mseal, Linux 6.10); later ones and the x32 interface are refused."""
+"""Last reviewed system call (mseal, Linux 6.10). Later calls and the x32 interface are refused."""
 
 ADMINISTRATION = """
     ptrace 101 117           syslog 103 116           uselib 134 -             ustat 136 -
@@ -27,8 +27,8 @@ ADMINISTRATION = """
     io_setup 206 0           io_submit 209 2          setsid 112 157           bind 49 200
     listen 50 201            connect 42 203           accept 43 202            accept4 288 242
 """
-"""System calls that no honest computation needs; they fail with EPERM. The last ones would take the machine's AIO, a
-share of the processor of its own (setsid), or a name that other calls see (bind)."""
+"""System calls no honest computation needs. They fail with EPERM. The last ones are less obvious: io_* use up the
+machine's AIO, setsid gives the process an extra share of the processor, and bind makes a name seen by other calls."""
 
 OUTSIDE_THE_LIMITS = """
     shmget 29 194            shmat 30 196             shmctl 31 195            shmdt 67 197
@@ -38,11 +38,11 @@ OUTSIDE_THE_LIMITS = """
     mq_notify 244 184        mq_getsetattr 245 185    memfd_create 319 279     memfd_secret 447 447
     clone3 435 435           openat2 437 437
 """
-"""Memory that outlives a process or that no limit counts; and clone3 and openat2, whose flags a filter cannot see (the
-C library falls back to clone, and uses openat). ENOSYS."""
+"""System calls refused with ENOSYS. Most make memory outside all limits, or memory outliving its process. A filter
+cannot see the flags of clone3 and openat2. The C library then uses clone, and does not need openat2."""
 
 FLUSH = "sync 162 81  syncfs 306 267"
-"""System calls that stall the whole machine; they report success and do nothing."""
+"""System calls able to stall the entire machine. The filter reports success and does nothing."""
 
 ON_OTHERS = """
     chmod 90 -               fchmod 91 52             chown 92 -               fchown 93 55
@@ -55,8 +55,8 @@ ON_OTHERS = """
     pidfd_send_signal 424 424  pidfd_open 434 434     execve 59 221            execveat 322 281
     sendmsg 46 211           sendmmsg 307 269
 """
-"""System calls that reach the user's other files (Landlock does not cover metadata) and processes, or that hide open
-files in a message to oneself; they fail with EPERM if there are no namespaces."""
+"""System calls refused with EPERM if there are no namespaces. Most reach other files (Landlock does not cover metadata)
+or other processes of the user. sendmsg can hide open files in a message to its sender."""
 
 SINGLE = """
     socket 41 198            socketpair 53 199        mmap 9 222               personality 135 92
@@ -67,11 +67,11 @@ SINGLE = """
 """
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""The AUDIT_ARCH constant and the column of each machine."""
+"""Machine -> (AUDIT_ARCH constant, column in the tables)."""
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """Return the numbers on that machine by name, without the calls that it lacks."""
+    """Return name -> number for one machine. Calls missing on this machine are left out."""
     words = table.split()
     column = ARCHITECTURES[machine][1]
     rows = [(words[start], words[start + 1 + column]) for start in range(0, len(words), 3)]

@@ -1,4 +1,4 @@
-"""The Linux calls that Python lacks, by ctypes. Each raises OSError. x86_64 and aarch64."""
+"""Linux system calls missing in Python, through ctypes. Each raises OSError. For x86_64 and aarch64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def check(returned: int, what: str) -> int:
-    """Return the value that a call returned. Raises the OSError of errno if it is negative."""
+    """Return `returned`, the result of a call. Raises OSError with errno if the result is negative."""
     if returned < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -48,7 +48,7 @@ def check(returned: int, what: str) -> int:
 
 
 def syscall(name: str, *arguments: object, offset: int = 0) -> int:
-    """Make a system call by name. offset: added to its number, for families with consecutive numbers (landlock)."""
+    """Make a system call by name. `offset` is added to its number, for groups of consecutive numbers (landlock)."""
     numbers = _NUMBERS.get(platform.machine())
     if numbers is None:
         raise OSError(errno.ENOSYS, f"no system call table for {platform.machine()}")
@@ -70,15 +70,15 @@ def prctl(option: int, value: int = 0, third: int = 0) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent, which has that pid, ends."""
+    """Let the kernel kill this process when its parent ends. `parent`: pid of the parent."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
 
 
 @contextlib.contextmanager
 def file_user(uid: int | None) -> Iterator[None]:
-    """Within the block, files (and those of /proc above all) are looked at as that user and group. None: as before."""
+    """Access files, above all those in /proc, as this user and group within the block. None: no change."""
     if uid is None:
         yield
         return
@@ -99,14 +99,14 @@ def mount(source: str | None, target: str, kind: str | None = None, flags: int =
 def bind_readonly(source: str, target: str) -> None:
     """Bind a folder with all mounts below it, read-only, without set-uid programs and devices."""
     mount(source, target, None, MS_BIND | MS_REC)
-    # mount_setattr and not a remount: it reaches every mount below, and keeps flags that a parent namespace locked.
+    # mount_setattr, not a remount: it also reaches all mounts below, and keeps flags locked by a parent namespace.
     attributes = struct.pack("QQQQ", MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     at_cwd, recursive = ctypes.c_int(-100), ctypes.c_uint(0x8000)
     syscall("mount_setattr", at_cwd, target.encode(), recursive, attributes, ctypes.c_size_t(len(attributes)))
 
 
 def pivot_into(new_root: str) -> None:
-    """Make `new_root` the root of this mount namespace and detach the old one."""
+    """Make `new_root` the root of this mount namespace, and detach the old root."""
     os.chdir(new_root)
     syscall("pivot_root", b".", b".")
     check(_libc.umount2(b".", ctypes.c_int(MNT_DETACH)), "umount2")
@@ -114,7 +114,7 @@ def pivot_into(new_root: str) -> None:
 
 
 def pidfd_open(pid: int) -> int:
-    """Do what os.pidfd_open does, which Pythons built against old kernel headers (conda's, say) lack."""
+    """Do the same as os.pidfd_open. Pythons built with old kernel headers (conda, for example) lack os.pidfd_open."""
     return syscall("pidfd_open", ctypes.c_int(pid), ctypes.c_uint(0))
 
 
@@ -126,8 +126,8 @@ def close_from(first_fd: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, for good: no_new_privs, and no way for uid 0 to regain them by execve."""
-    with contextlib.suppress(PermissionError):  # needs CAP_SETPCAP: a process without it has nothing to drop
+    """Give up all capabilities forever: no_new_privs, and uid 0 cannot regain capabilities by execve."""
+    with contextlib.suppress(PermissionError):  # needs CAP_SETPCAP; without CAP_SETPCAP there is nothing to drop
         prctl(PR_SET_SECUREBITS, NOROOT_FOREVER)
     header = struct.pack("II", CAPABILITY_VERSION_3, 0)
     syscall("capset", header, bytes(24))

@@ -1,7 +1,7 @@
-"""Measures and removes folders that model code wrote to, however deep, closed or oddly named they are.
+"""Measures and removes folders written by model code: folders of any depth, any mode and any name.
 
-All functions use folder descriptors, not paths. A path has at most 4096 bytes. And a path through a folder of the code
-leads elsewhere as soon as the code puts a link there.
+All functions use folder descriptors, not paths. A path has at most 4096 bytes. And the code could replace a folder of
+a path by a link to another place.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import time
 from .limits import CallLimits
 
 PATIENCE_S = 2.0
-"""Seconds without progress after which a removal gives up. It waits, since a process that still writes may be dying."""
+"""Seconds without progress until a removal gives up. It waits because a process may still write while it dies."""
 MAX_REMOVAL_S = 600.0
-"""Longest removal, in case a process that cannot be stopped keeps writing (possible only without isolation). Some file
-systems take 2 ms to remove a folder."""
+"""Longest removal. Without isolation, a process may survive and keep writing. Some file systems take 2 ms per removed
+folder."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def exceeds(folder: str, limits: CallLimits, num_bytes: int = 0) -> bool:
-    """Return whether the files below a folder are too many, too large or too deep.
+    """Return True if the files below a folder are too many, too large or too deep.
 
     `num_bytes`: size of further files elsewhere. The function holds one descriptor per level.
     """
@@ -56,20 +56,22 @@ def exceeds(folder: str, limits: CallLimits, num_bytes: int = 0) -> bool:
 
 
 def nameless_bytes(pid: int, folder: str, max_file_bytes: int) -> int:
-    """Return the size of the files below a folder that a process has removed and still holds. Of a file that it has
-    only mapped no size is to be had, so it counts as the largest that there may be. 0 if the process is gone."""
+    """Return the size of a process's removed but still open files below a folder. 0 if the process is gone.
+
+    The size of a removed file is unknown if the process only mapped it. It then counts as `max_file_bytes`.
+    """
     held: dict[int, int] = {}
     """Inode number -> bytes."""
-    for path in glob.glob(f"/proc/{pid}/task/*/fd/*"):  # a thread may have descriptors of its own
+    for path in glob.glob(f"/proc/{pid}/task/*/fd/*"):  # a thread may have its own descriptors
         with contextlib.suppress(OSError):  # closed since it was listed
             status = os.stat(path)
             if stat.S_ISREG(status.st_mode) and not status.st_nlink:
                 held[status.st_ino] = status.st_blocks * 512
     maps = b""
-    for path in glob.glob(f"/proc/{pid}/task/*/maps"):  # of one that lives: the first thread may have ended
+    for path in glob.glob(f"/proc/{pid}/task/*/maps"):  # from a living thread: the first thread may have ended
         with contextlib.suppress(OSError), open(path, "rb") as file:
             maps = maps or file.read()
-    if b" (deleted)\n" in maps:  # a library may be, too, where somebody has installed another version
+    if b" (deleted)\n" in maps:  # also for a library replaced by an update
         below = os.path.realpath(folder).encode() + b"/"
         for line in maps.splitlines():
             if line.endswith(b" (deleted)") and below in line:
@@ -80,7 +82,7 @@ def nameless_bytes(pid: int, folder: str, max_file_bytes: int) -> int:
 def _open_readable(name: str, parent: int | None) -> int:
     try:
         return os.open(name, FOLDER, dir_fd=parent)
-    except PermissionError:  # its owner may write to a folder that it has closed to readers, us among them
+    except PermissionError:  # made unreadable by the code
         return _open_writable(name, parent)
 
 
@@ -91,7 +93,7 @@ def _entries(fd: int) -> list[os.DirEntry[str]]:
 
 
 def remove_tree(folder: str) -> None:
-    """Remove a folder. Never raises; leaves nothing but what a process that cannot be ended keeps making."""
+    """Remove a folder. Never raises. Gives up if a surviving process keeps writing there."""
     last_progress = started = time.monotonic()
     while os.path.lexists(folder):
         progress = False
@@ -106,10 +108,10 @@ def remove_tree(folder: str) -> None:
 
 
 def _shrink(name: str, parent: int | None, root: int | None = None) -> bool:
-    """Remove the files and the empty folders of the first two levels, and move what is below the second one up to the
-    first. So a tree of any depth goes away in rounds, with two descriptors. Return whether anything has changed.
+    """Remove files and empty folders of the first two levels, and move deeper folders up to the first level.
 
-    root: descriptor of the first level, where this is a folder of the second one.
+    Repeated rounds remove a tree of any depth with two descriptors. Return True if anything has changed. `root`:
+    descriptor of the first level, if this folder is on the second level.
     """
     progress = False
     fd = _open_writable(name, parent)
@@ -121,7 +123,7 @@ def _shrink(name: str, parent: int | None, root: int | None = None) -> bool:
                     progress |= _shrink(entry.name, fd, fd)
                     continue
                 if is_folder:
-                    os.close(_open_writable(entry.name, fd))  # who moves a folder must be allowed to write to it
+                    os.close(_open_writable(entry.name, fd))  # a folder to move must be writable itself
                     os.rename(entry.name, f"arpo-{secrets.token_hex(8)}", src_dir_fd=fd, dst_dir_fd=root)
                 else:
                     os.unlink(entry.name, dir_fd=fd)
@@ -135,11 +137,11 @@ def _shrink(name: str, parent: int | None, root: int | None = None) -> bool:
 
 
 def _open_writable(name: str, parent: int | None) -> int:
-    """Open a folder, after making it the owner's to read and to write. Raises OSError."""
+    """Make a folder readable and writable for its owner, and open it. Raises OSError."""
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:
-        with contextlib.suppress(OSError):  # somebody else's: the open below says whether that matters
-            os.chmod(f"/proc/self/fd/{handle}", 0o700)  # fchmod refuses such a descriptor, chmod would follow a link
+        with contextlib.suppress(OSError):  # another user's folder: the `open` below fails if that matters
+            os.chmod(f"/proc/self/fd/{handle}", 0o700)  # fchmod refuses O_PATH; chmod by name follows links
         return os.open(".", FOLDER, dir_fd=handle)
     finally:
         os.close(handle)

@@ -11,13 +11,13 @@ import struct
 from dataclasses import dataclass
 
 HELLO = b"\1"
-"""The first byte from a supervisor. From then on it serves this call alone."""
+"""First byte from a supervisor. From then on the supervisor serves only this call."""
 MAX_CODE_BYTES = 1 << 20
 FILE_MARK = "\0file "
-"""Prefix of code whose first line is a file: its path below HOME, and its content (compressed, base64). Code of a model
-has no NUL."""
+"""Prefix of code with a file in its first line: the path below HOME, and the content (compressed, base64). Code from a
+model contains no NUL."""
 MAX_STREAM_BYTES = 64 << 20
-"""Largest accepted output stream. The supervisor keeps fewer bytes under all settings."""
+"""Largest accepted output stream. With any settings the supervisor keeps fewer bytes."""
 _LENGTH = struct.Struct("!I")
 
 
@@ -38,7 +38,7 @@ class Reply:
     is_open: bool = False
     """True if the code ran in a session that continues."""
     memory_bytes: int = 0
-    """Memory that this session keeps"""
+    """Memory kept by this session"""
 
 
 def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
@@ -57,7 +57,7 @@ def send_block(sock: socket.socket, data: bytes) -> None:
 
 
 def receive_block(sock: socket.socket, max_bytes: int) -> bytes:
-    """Receive what `send_block` sent. Raises EOFError, and ValueError for a length above `max_bytes`."""
+    """Receive a block sent by `send_block`. Raises EOFError, and ValueError for a length above `max_bytes`."""
     (num_bytes,) = _LENGTH.unpack(receive_exactly(sock, _LENGTH.size))
     if num_bytes > max_bytes:
         raise ValueError(f"a block of {num_bytes} bytes; the limit is {max_bytes}")
@@ -65,7 +65,7 @@ def receive_block(sock: socket.socket, max_bytes: int) -> bytes:
 
 
 def call(sock: socket.socket, code: str, patience_s: float) -> Reply:
-    """Send code, and return what came of it, for which the supervisor has `patience_s` from its hello on."""
+    """Send code and return the reply. The supervisor has `patience_s` for the reply, starting with its hello."""
     send_block(sock, code.encode())
     receive_exactly(sock, len(HELLO))
     sock.settimeout(patience_s)

@@ -1,4 +1,4 @@
-"""W, the process that runs the model's code. After `confine`, treat it as the attacker's."""
+"""W, the process for the model's code. After `confine`, assume that an attacker controls it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from .namespaces import NamespaceJail
 from .wire import FILE_MARK
 
 CHANNEL_FD = 3
-"""Descriptor from which the worker reads the code, and to which it writes why it could not be confined. For a single
-call it is closed before the code runs, so that the code cannot write there."""
+"""Descriptor for the code (in) and for an error of `confine` (out). For a single call the worker closes it before the
+code runs, so that the code cannot write there."""
 SEED = 0
 
 
 class PromptWriter(io.BufferedWriter):
     """Flushes after each write, so that no output is lost when a limit kills the code.
 
-    Only the first writes are flushed: in a flood, a system call for each would cost more than the printing.
+    Only the first `num_prompt_writes` writes are flushed. For a flood of output, one system call per write would cost
+    more than the printing.
     """
 
     num_prompt_writes = 10_000
@@ -57,13 +58,13 @@ def run_worker(
         os.dup2(source, target)
     kernel.close_from(CHANNEL_FD + 1)
     try:
-        os.setpgrp()  # signals of the code to its group must not reach the supervisor
+        os.setpgrp()  # signals from the code to its process group must not reach the supervisor
         os.nice(NICE)
         os.chdir(scratch)
         os.umask(0o077)
         if scratch != os.environ["HOME"]:
             os.environ.update(HOME=scratch, TMPDIR=scratch, PWD=scratch)
-        tempfile.tempdir = None  # the host has looked already, and may have found another folder
+        tempfile.tempdir = None  # the host may have cached another folder
         jail.confine(scratch)
     except BaseException as error:
         os.write(CHANNEL_FD, repr(error).encode())
@@ -72,7 +73,7 @@ def run_worker(
     if jail.sessions:
         try:
             jail.sessions.worker.serve_cells(scratch, run_code, new_main())
-        finally:  # the supervisor is gone, or the code has broken what we need
+        finally:  # the supervisor is gone, or the code has damaged this interpreter
             os._exit(1)
     with open(CHANNEL_FD, "rb", buffering=0) as channel:
         code = channel.read().decode()
@@ -81,7 +82,7 @@ def run_worker(
 
 
 def _prepare_interpreter() -> None:
-    """Make the interpreter like a fresh one, but with the same random numbers in every call."""
+    """Reset the interpreter to a fresh state, with the same random numbers in every call."""
     stdin, stdout, stderr = (io.FileIO(fd, mode, closefd=False) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
     stdin.name, stdout.name, stderr.name = "<stdin>", "<stdout>", "<stderr>"
     sys.stdin = io.TextIOWrapper(io.BufferedReader(stdin), encoding="utf-8")
@@ -90,16 +91,16 @@ def _prepare_interpreter() -> None:
     sys.stderr = io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     sys.argv, sys.path[:0] = ["-c"], [""]
-    random.seed(SEED)  # a fork seeds it anew; NumPy's generator is as the host has seeded it
+    random.seed(SEED)  # a fork reseeds `random`, but not NumPy's generator: the host has seeded that
     depth, frame = 0, sys._getframe()
     while frame is not None:
         depth, frame = depth + 1, frame.f_back
-    sys.setrecursionlimit(sys.getrecursionlimit() + depth)  # our frames are not the code's
+    sys.setrecursionlimit(sys.getrecursionlimit() + depth)  # do not count our frames against the code
     gc.enable()
 
 
 def new_main() -> types.ModuleType:
-    """Return the module that the code runs in."""
+    """Return a new `__main__` module for the code."""
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
@@ -107,9 +108,9 @@ def new_main() -> types.ModuleType:
 
 
 def run_code(code: str, main: types.ModuleType) -> int:
-    """Execute the code as a notebook cell, which shows the value of a last bare expression. Return the exit code.
+    """Execute the code like a notebook cell: print the value of a bare last expression. Return the exit code.
 
-    Of a traceback only the last line(s) go to stderr: the others would name our own files.
+    Only the last line(s) of a traceback go to stderr, since the other lines would show our own files.
     """
     try:
         tree = compile(code, "<string>", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
@@ -130,7 +131,7 @@ def run_code(code: str, main: types.ModuleType) -> int:
 
 
 def without_file(code: str) -> str:
-    """Write the file that comes with the code, and return the code. See wire.FILE_MARK."""
+    """Write the file sent with the code, if any. Return the code without it. See wire.FILE_MARK."""
     if not code.startswith(FILE_MARK):
         return code
     line, _, code = code.removeprefix(FILE_MARK).partition("\n")
@@ -151,7 +152,7 @@ def _complain(text: str) -> None:
 
 
 def _finish() -> int:
-    """Do what an interpreter does at its end: join threads, atexit, flush. Return 0, or the exit code if that fails."""
+    """End like an interpreter: join threads, run atexit, flush. Return 0, or the exit code after a failure."""
     try:
         threading._shutdown()
         atexit._run_exitfuncs()
@@ -160,5 +161,5 @@ def _finish() -> int:
             if not stream.closed:
                 stream.flush()
     except BaseException:
-        return 120  # as CPython does where the last flush fails
+        return 120  # as in CPython after a failed last flush
     return 0
