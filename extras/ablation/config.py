@@ -1,4 +1,4 @@
-"""The options of an ablation, and the algorithms that it knows by name."""
+"""The options of an ablation, and its algorithms by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALGORITHMS: dict[str, list[str]] = {
 
 @dataclass(frozen=True)
 class AblationRunSection:
-    """The folder that the ablation writes to."""
+    """The folder of the ablation's results."""
 
     name: str = "ablation"
     """Name of the ablation's folder, DIR/NAME."""

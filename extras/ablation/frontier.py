@@ -1,19 +1,19 @@
-"""Best forks against best GRPO: the tool calls that each rule needs, at the group size, roots and rate that suit it.
+"""Best forks against best GRPO: the tool calls needed by each rule, at its best group size, roots and rate.
 
     python -m extras.ablation.frontier --dir runs/frontier --worlds signal steps --parallel 2
 
     python -m extras.ablation.frontier --worlds signal --settings grpo_g4_x1 top_h_g8_r2_x1 my_rules.py:deep_g8_r2_x1
 
-The second form compares settings that you name, also with a rule of your own file: NAME_gGROUP_rROOTS_xRATE.
+The second form compares named settings, also with a rule of a custom file: NAME_gGROUP_rROOTS_xRATE.
 
-Each world is a variant of the demo's task `long`. Stage 1 looks for the best settings of GRPO and of top_h, on seeds of
-its own; the other rules take over top_h's. Stage 2 compares the rules on fresh seeds, to the end of the runs. Every run
-adds a line to DIR/results.jsonl. The same command skips what is there and goes on; `--report_only` writes DIR/TABLE.md
-and the pictures of what is there (frontier_report.py).
+Each world is a variant of the demo's task `long`. Stage 1 searches the best settings of GRPO and of top_h, on separate
+seeds; the other rules use the best settings of top_h. Stage 2 compares the rules on fresh seeds, to the end of the
+runs. Every run adds a line to DIR/results.jsonl. The same command skips finished runs and continues; `--report_only`
+writes DIR/TABLE.md and the pictures of the finished runs (frontier_report.py).
 
-A run has learnt when the right moves at the places that decide have a probability of 80 % after each of three steps in
-a row, and the others have kept theirs. A run of stage 1 ends there, or where it has cost twice the calls of the rule's
-best run of that seed so far. A run of stage 2 goes on until it has done as many steps again.
+A run has learnt if the right moves at the decisive positions have a probability of 80 % after each of three steps in a
+row, and the other right moves have kept their probability. A run of stage 1 ends there. It also ends after twice the
+calls of the rule's best run of this seed so far. A run of stage 2 continues for the same number of steps again.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from extras.ablation.frontier_report import write_report
 from extras.ablation.frontier_runs import GROUP_SIZES, RULES, WITHOUT_ROOTS, WORLDS, Runs, Setting, tuning_cost
 
 TUNED = ("grpo", "top_h")
-"""Rules whose settings are looked for."""
+"""Rules with a search for the best settings."""
 TUNING_SEEDS = (30, 31)
 FRESH_SEEDS = tuple(range(40, 48))
 
 
 def roots_of(rule: str, group_size: int) -> list[int]:
-    """Return the numbers of roots to try: one, two, half of the group."""
+    """Return the numbers of roots to try: 1, 2, and half of the group."""
     if rule in WITHOUT_ROOTS:
         return [group_size]
     return sorted({n for n in (1, 2, group_size // 2) if 0 < n < group_size})
@@ -44,7 +44,7 @@ def roots_of(rule: str, group_size: int) -> list[int]:
 def best_setting(
     rule: str, group_sizes: Sequence[int], rates: Sequence[float], evaluate: Callable[[Sequence[Setting]], list[float]]
 ) -> Setting:
-    """Return a rule's best setting, by one coordinate after the other; GRPO, the rival, gets a second round."""
+    """Search a rule's best setting, one coordinate after the other. GRPO, the rival, gets a second round."""
     has_roots = rule not in WITHOUT_ROOTS
     best = Setting(rule, 4, 1 if has_roots else 4, rates[1])
     for vary in ("size", "rate", "size", "rate") if rule == "grpo" else ("size", "rate", "roots", "rate"):
@@ -63,13 +63,13 @@ def best_setting(
 
 
 def following(best: Setting, rule: str) -> Setting:
-    """Return the settings of a rule that takes over another's."""
+    """Return a rule's setting, taken from the best setting of another rule."""
     roots = best.group_size if rule in WITHOUT_ROOTS else best.num_roots
     return dataclasses.replace(best, rule=rule, num_roots=roots)
 
 
 def tune(runs: Runs, world: str, group_sizes: Sequence[int], seeds: Sequence[int], rule: str) -> Setting:
-    """Return the setting with which the rule needs the fewest calls on the tuning seeds."""
+    """Return the rule's setting with the fewest calls on the tuning seeds."""
 
     def evaluate(settings: Sequence[Setting]) -> list[float]:
         return [tuning_cost(lines) for lines in runs.all_of(world, settings, seeds, stage=1)]
@@ -78,7 +78,7 @@ def tune(runs: Runs, world: str, group_sizes: Sequence[int], seeds: Sequence[int
 
 
 def best_settings(runs: Runs, world: str, args: argparse.Namespace) -> list[Setting]:
-    """Return the best setting of each rule, found in this world or in the one whose settings it takes over."""
+    """Return the best setting of each rule. The search runs in this world, or in the world named by `settings_of`."""
     tuned_in = WORLDS[world].settings_of or world
     with ThreadPoolExecutor(len(TUNED)) as threads:
         found = threads.map(partial(tune, runs, tuned_in, args.group_sizes, args.tuning_seeds), TUNED)

@@ -14,13 +14,13 @@ from extras.ablation.results import draw_forest, estimate, estimate_share
 RIVALS = ("grpo", "grpo_keep", "grpo_dr")
 COSTS = {"calls": "tool calls", "tokens": "sampled tokens", "steps": "steps"}
 COLLAPSED = 0.8
-"""A run has collapsed where its last accuracy on held-out trails is below this share of its highest."""
+"""A run has collapsed if the last accuracy on held-out trails is below this share of the highest accuracy."""
 Comparison = dict[Setting, dict[int, dict]]
-"""Setting -> seed -> its run."""
+"""Setting -> seed -> run."""
 
 
 def setting_of(line: dict) -> Setting:
-    """Return what a run trained with."""
+    """Return the setting of a run."""
     return Setting(line["rule"], line["group_size"], line["num_roots"], line["rate"])
 
 
@@ -33,13 +33,13 @@ def by_setting(lines: Sequence[dict]) -> Comparison:
 
 
 def rank_of(rule: str) -> tuple[int, str]:
-    """Return the key that sorts rules: the package's in the order of RULES, then custom ones by name."""
+    """Return the sort key of a rule: first the rules of RULES in order, then custom rules by name."""
     order = list(RULES)
     return (order.index(rule) if rule in order else len(order), rule)
 
 
 def strongest_rival(runs: Comparison) -> Setting | None:
-    """Return GRPO's best setting on these very seeds: of those that fail on the fewest seeds the cheapest."""
+    """Return GRPO's best setting on exactly these seeds: first the fewest failed seeds count, then the fewest calls."""
     rivals = [setting for setting in runs if setting.rule in RIVALS]
     return min(rivals, key=lambda setting: _failures_and_calls(runs[setting]), default=None)
 
@@ -50,10 +50,10 @@ def _failures_and_calls(of_setting: dict[int, dict]) -> tuple[float, float]:
 
 
 def ratios(ours: dict[int, dict], theirs: dict[int, dict], what: str) -> dict[str, float]:
-    """Return a setting's cost relative to another's, paired by seed: geometric mean with its 95 % t interval.
+    """Return the cost of one setting relative to another, paired by seed: geometric mean with a 95 % t interval.
 
-    {} where no pair has learnt. Pairs of which one never learnt are left out here; the column `never` and the rank test
-    count them.
+    {} if no pair has learnt. A pair is left out if one of the runs never learnt; the column `never` and the rank test
+    count these pairs.
     """
     pairs = [(cost(line, what), cost(theirs[seed], what)) for seed, line in ours.items() if seed in theirs]
     logs = [math.log(mine / other) for mine, other in pairs if mine and other]
@@ -63,9 +63,9 @@ def ratios(ours: dict[int, dict], theirs: dict[int, dict], what: str) -> dict[st
 
 
 def rank_test(ours: dict[int, dict], theirs: dict[int, dict], what: str = "calls") -> float | None:
-    """Return the two-sided p of Wilcoxon's signed-rank test on log costs; a run that never learnt has cost infinity.
+    """Return the two-sided p of Wilcoxon's signed-rank test on log costs. The cost is infinite if a run never learnt.
 
-    Two that both never learnt are equal. None with fewer than six pairs, of which no p can be below 0.05.
+    Two runs are equal if both never learnt. None for fewer than six pairs, because p cannot be below 0.05 then.
     """
     from scipy.stats import wilcoxon
 
@@ -81,7 +81,7 @@ def rank_test(ours: dict[int, dict], theirs: dict[int, dict], what: str = "calls
 
 
 def has_collapsed(line: dict) -> bool:
-    """Return whether a run has lost more than a fifth of the accuracy that it once had."""
+    """Return whether a run has lost more than a fifth of its highest accuracy."""
     accuracy = line["curve"]["trail"]
     return accuracy[-1] < COLLAPSED * max(accuracy)
 
@@ -128,7 +128,7 @@ def comparison(runs: Comparison, reference: Setting) -> list[str]:
 
 
 def settings_tried(runs: Comparison) -> list[str]:
-    """Return the table of a world's stage 1: each setting's calls, relative to the best of GRPO."""
+    """Return the table of a world's stage 1: each setting's calls, relative to GRPO's best setting."""
     costs = {setting: tuning_cost(list(of_setting.values())) for setting, of_setting in runs.items()}
     reference = min((value for setting, value in costs.items() if setting.rule in RIVALS), default=math.nan)
     rows = [
@@ -144,7 +144,7 @@ def settings_tried(runs: Comparison) -> list[str]:
 
 
 def write_report(lines: Sequence[dict], folder: Path) -> None:
-    """Write FOLDER/TABLE.md, and FOLDER/WORLD.png of each world that has been compared."""
+    """Write FOLDER/TABLE.md, and FOLDER/WORLD.png for each compared world."""
     parts = []
     for world, variant in WORLDS.items():
         final = by_setting([line for line in lines if (line["world"], line["stage"]) == (world, 2)])
@@ -162,7 +162,7 @@ def write_report(lines: Sequence[dict], folder: Path) -> None:
 
 
 def draw(runs: Comparison, reference: Setting, path: Path) -> None:
-    """Draw what each setting needed relative to the strongest rival, and the accuracy at the end of its runs."""
+    """Draw each setting's cost relative to the strongest rival, and the accuracy at the end of the runs."""
     rows = {setting: _row_label(setting, of_setting) for setting, of_setting in runs.items()}
     panels: list[tuple[str, float | None, dict]] = []
     for what in ("calls", "tokens"):

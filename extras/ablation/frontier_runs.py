@@ -1,4 +1,4 @@
-"""The runs of the frontier (frontier.py): the worlds, what a run trains with, how it is made, and what it has cost."""
+"""The runs of the frontier (frontier.py): the worlds, the settings of a run, the training, and the cost."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, IN_A_ROW = 0.8, 3
 KEPT = 0.98
-"""Share of the probability of all other right moves that must be left."""
+"""Smallest share of their first probability that all other right moves must keep."""
 CENSORED = 2.0
-"""A run of stage 1 ends at this many times the calls of its rule's best run of the seed."""
+"""A run of stage 1 ends at this many times the calls of the rule's best run of the seed."""
 NEVER = 100.0
 GROUP_SIZES = (2, 3, 4, 6, 8, 16)
 
 
 @dataclass(frozen=True)
 class World:
-    """A variant of the task, and what its runs share."""
+    """A variant of the task, and the settings shared by all runs on this variant."""
 
     task: str = "long"
     """Name of the task in extras/demo/build.py."""
     num_sft_steps: int = 500
     num_prompts: int = 8
-    """Prompts of a step."""
+    """Number of prompts of a step."""
     rates: tuple[float, ...] = (1, 2, 4)
     """Factors of the learning rate 7e-4 to try."""
     max_steps: int = 72
     settings_of: str = ""
-    """World whose best settings are taken over; "" = it has its own."""
+    """World to take the best settings from; "" = search in this world."""
 
 
 WORLDS = {
     "steps": World(),  # limited by the number of steps
     "signal": World(num_prompts=2, rates=(0.5, 1, 2), max_steps=80),  # limited by the noise of its gradients
-    # limited by a move that imitation did not teach: success is rare at first
+    # limited by a move missing in the demonstrations: success is rare at first
     "unready": World("long_unready", settings_of="steps"),
-    # as the first, but a wrong way does not end the trail
+    # like the first world, but a wrong way does not end the trail
     "silent": World("long_silent", settings_of="steps"),
 }
 POSITIONS = f"{ROOT / 'extras/ablation/positions.py'}:positions"
 DR_GRPO = ["--advantage.dead_groups", "keep", "--advantage.normalize", "none"]
-"""Dr. GRPO (arXiv 2503.20783): rewards less their mean, not divided by their deviation."""
+"""Dr. GRPO (arXiv 2503.20783): rewards minus the mean of the group, not divided by the standard deviation."""
 RULES: dict[str, list[str]] = {
     "grpo": ["--branching.selector", "none"],
     "top_h": ["--branching.selector", "top_h"],
@@ -72,14 +72,14 @@ RULES: dict[str, list[str]] = {
     "grpo_dr": ["--branching.selector", "none", *DR_GRPO],
     "top_h_dr": ["--branching.selector", "top_h", *DR_GRPO],
 }
-"""Rule -> the flags of train_rl.py. In those called keep, groups whose rewards are all equal count in the loss's mean;
-in the others they are left out. `positions` is the blind control: forks as often at each turn as top_h, whatever
-the entropies. It comes after top_h."""
+"""Rule -> the flags of train_rl.py. Rules with "keep" in the name count groups with all rewards equal in the mean of
+the loss; the other rules leave these groups out. `positions` is the blind control: it forks as often at each turn as
+top_h, and ignores the entropies. It must run after top_h."""
 WITHOUT_ROOTS = ("grpo", "grpo_keep", "grpo_dr", "aepo")
 
 
 def is_custom(rule: str) -> bool:
-    """Return whether a rule is a branching rule or selector of the user's file: FILE.py:NAME."""
+    """Return whether a rule is a custom branching rule or selector, FILE.py:NAME."""
     return ".py:" in rule
 
 
@@ -90,7 +90,7 @@ class Setting:
     rule: str
     group_size: int
     num_roots: int
-    """Number of independent trajectories of a group; of a rule that has no such choice the group size."""
+    """Number of independent trajectories of a group; the group size for a rule without forks."""
     rate: float
     """Factor of the learning rate 7e-4."""
 
@@ -137,9 +137,9 @@ class Setting:
 
 
 def step_learnt(curve: Mapping[str, Sequence[float]]) -> int | None:
-    """Return the number of the step that makes it three in a row at the target; None = there is none.
+    """Return the number of the third step in a row at the target; None = never three in a row.
 
-    Decisive moves right in 70, 80, 90, 80 %, the certain ones as before -> 4
+    Decisive moves right in 70, 80, 90, 80 %, the other moves as before -> 4
     """
     certain = curve["certain"]
     there = [
@@ -164,7 +164,7 @@ COLUMNS = {
     "solved": "reward/solved_share",
     "grad_norm": "optim/grad_norm",
 }
-"""Number of a step in results.jsonl -> its metric."""
+"""Name of a step's number in results.jsonl -> metric of the step."""
 
 
 def in_fork(folder: str, work: Callable[..., None], *arguments: object) -> None:
@@ -181,15 +181,15 @@ def in_fork(folder: str, work: Callable[..., None], *arguments: object) -> None:
     code = 0
     try:
         work(Path(folder), *arguments)
-    except BaseException:  # its parent hears of it by the exit code
+    except BaseException:  # the exit code tells the parent
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
-    os._exit(code)  # an engine that was left in the middle of a run does not end by itself
+    os._exit(code)  # an interrupted engine does not end by itself
 
 
 def imitate(folder: Path, data: str, seed: int, num_steps: int) -> None:
-    """Train the task's model on its demonstrator: FOLDER/hf."""
+    """Train the task's model on the demonstrations: FOLDER/hf."""
     import train_sft
     from arpo.start.load import load_config
 
@@ -232,7 +232,7 @@ def train(folder: Path, flags: list[str], positions: str, to_the_end: bool, max_
 
 
 class Runs:
-    """All runs, a few at a time, each a fork of one process that has imported torch and vLLM already."""
+    """All runs, a few at a time. Each run is a fork of one process with torch and vLLM already imported."""
 
     def __init__(self, folder: Path, parallel: int):
         self.folder, self.path = folder, folder / "results.jsonl"
@@ -244,7 +244,7 @@ class Runs:
         self.context.set_forkserver_preload(["extras.ablation.warm"])
 
     def find(self, world: str, setting: Setting, seed: int, stage: int) -> dict | None:
-        """Return the line of a run; one that went on to the end serves both stages."""
+        """Return the line of a run in results.jsonl. A run to the end counts for both stages."""
         of = {"world": world, "seed": seed, **dataclasses.asdict(setting)}
         for line in self.lines:
             if line["stage"] >= stage and is_of(line, of):
@@ -252,7 +252,7 @@ class Runs:
         return None
 
     def run(self, world: str, setting: Setting, seed: int, stage: int) -> dict:
-        """Return the line of a run, which is made if it is not there."""
+        """Return the line of a run. Make the run if the line is missing."""
         if line := self.find(world, setting, seed, stage):
             return line
         model = self.prepare(world, seed)
@@ -295,7 +295,7 @@ class Runs:
         return line
 
     def prepare(self, world: str, seed: int) -> Path:
-        """Return the imitated model of a seed, beside its data; both are made if they are not there."""
+        """Return the imitated model of a seed, beside the data of the seed. Make both if they are missing."""
         variant = WORLDS[world]
         folder = self.folder / variant.task / f"seed{seed}"
         model = folder / f"sft_{variant.num_sft_steps}"
@@ -310,7 +310,7 @@ class Runs:
         return model
 
     def fork(self, folder: Path, work: Callable[..., None], *arguments: object) -> None:
-        """Do the work in a process of its own, and wait. Raises RuntimeError where it fails."""
+        """Do the work in a new process, and wait. Raises RuntimeError if the work fails."""
         folder.mkdir(parents=True, exist_ok=True)
         process = self.context.Process(target=in_fork, args=(str(folder), work, *arguments))
         process.start()
@@ -328,14 +328,15 @@ class Runs:
 
 
 def is_of(line: dict, of: Mapping[str, object]) -> bool:
-    """Return whether a run has all of these."""
+    """Return whether a run's line has all values of `of`."""
     return all(line[key] == value for key, value in of.items())
 
 
 def cost(line: dict, what: str = "calls") -> float | None:
-    """Return the calls (tokens, steps) of a run until it had learnt, interpolated; None = it never has, or lost it.
+    """Return the calls (or tokens, or steps) of a run until it had learnt, interpolated.
 
-    It has learnt at the first of three steps in a row at the target. It must still be there at its last step.
+    A run has learnt at the first of three steps in a row at the target. None if the run never learnt, or is below the
+    target again at the last step.
     """
     right, certain = line["curve"]["decisive"], line["curve"]["certain"]
     step = step_learnt(line["curve"])
@@ -352,8 +353,8 @@ def cost(line: dict, what: str = "calls") -> float | None:
 def tuning_cost(lines: Sequence[dict]) -> float:
     """Return the geometric mean of the calls of a setting's runs.
 
-    One that was cut off for its cost counts CENSORED times what it spent. One that had all its steps and never learnt
-    counts NEVER times as much, so that a setting is the better the fewer seeds it fails on.
+    A run stopped for its cost counts CENSORED times the calls made. A run with all steps that never learnt counts NEVER
+    times the calls made. So a setting is better if it fails on fewer seeds.
     """
     logs = []
     for line in lines:

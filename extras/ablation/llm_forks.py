@@ -4,13 +4,14 @@
     python -m extras.ablation.llm_forks
     python -m extras.ablation.llm_forks --report_only
 
-Each arm of ARMS samples its groups with the rollout of training, including tools. A request's seed depends on its place
-in the tree only. So two arms sample the same trajectory at the same place, and an engine with a memory samples it once.
+Each arm of ARMS samples its groups with the rollout of training, including tools. A request's seed depends only on the
+position in the tree. So two arms sample the same trajectory at the same position, and an engine with a memory samples
+this trajectory once.
 After a stop, the same command continues after the last finished block of questions. DIR/results.jsonl has a line for
 each group.
 
-The contrast of a branch is |its reward - its parent's reward|; of a root, |its reward - the previous root's reward|. A
-group of n has n - 1 contrasts. They are divided by the sampled tokens or the calls, of branches alone or of all.
+The contrast of a branch is |reward - parent's reward|; of a root, |reward - previous root's reward|. A group of n has
+n - 1 contrasts. The report divides the contrasts by the sampled tokens or by the calls, of the branches or of all.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ ARMS = {
     "top_h_2": ("top_h", 2),
     "positions_2": ("positions", 2),
 }
-"""Arm -> its rule (frontier_runs.py) and number of roots. A block's groups are sampled in this order."""
+"""Arm -> rule (frontier_runs.py) and number of roots. A block's groups are sampled in this order."""
 POSITIONS_OF = {"positions_2": "top_h_2"}
-"""Arm -> the arm whose fork positions it takes."""
+"""Arm -> the arm to take the fork positions from."""
 NUM_RESAMPLES = 4000
 
 
@@ -59,7 +60,7 @@ class Remembering:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.known: dict[tuple, Chunk] = {}
-        # running request -> its key in `known`
+        # running request -> key in `known`
         self.asked: dict[str, tuple] = {}
         self.parts: dict[str, Chunk] = {}
         self.answers: deque[Chunk] = deque()
@@ -78,7 +79,7 @@ class Remembering:
         self.engine.submit(request_id, token_ids, spec)
 
     def step(self) -> list[Chunk]:
-        """Return a remembered answer in one chunk, if there is one; else a chunk of each running request."""
+        """Return a remembered answer in one chunk, if any. If not, return a chunk of each running request."""
         if self.answers:
             return [self.answers.popleft()]
         chunks = self.engine.step()
@@ -150,8 +151,8 @@ class Sampling:
 def line_of(group: Group, arm: str, seed: int) -> dict:
     """Return a group's line.
 
-    Each root: [reward, accuracy, own tokens, own calls]. Each branch: [turn, number of its parent's turns, H there,
-    |difference of rewards|, |difference of accuracies|, own tokens, own calls].
+    Each root: [reward, accuracy, own tokens, own calls]. Each branch: [turn of the fork, number of the parent's turns,
+    H at the fork, |difference of rewards|, |difference of accuracies|, own tokens, own calls].
     """
     by_id, roots, branches = {t.trajectory_id: t for t in group.trajectories}, [], []
     for t in group.trajectories:
@@ -171,9 +172,9 @@ def line_of(group: Group, arm: str, seed: int) -> dict:
 
 
 def sums_of(line: dict) -> np.ndarray:
-    """Return (8,) sums of a group: contrast (by reward, by accuracy), tokens and calls, for its branches, then for all.
+    """Return (8,) sums of a group: contrast (by reward, by accuracy), tokens and calls, of branches, then of all.
 
-    With GRPO the first four are of the roots after the first one.
+    With GRPO the first four sums are over all roots except the first.
     """
     roots, branches = np.array(line["roots"], float), np.array(line["branches"], float).reshape(-1, 7)
     new_roots = np.concatenate([np.abs(np.diff(roots[:, :2], axis=0)), roots[1:, 2:]], axis=1).sum(axis=0)

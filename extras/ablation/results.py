@@ -1,8 +1,8 @@
 """Table and forest plot of an ablation, made from the folders of its runs.
 
-A run's folder is `<algorithm>_seed<k>` with metrics.jsonl (training) and eval/scores.json (held-out questions). Only
-the held-out numbers compare algorithms: the trajectories of a branched group are no independent samples of the policy,
-so its training reward is a biased measure of it.
+A run's folder is `<algorithm>_seed<k>` with metrics.jsonl (training) and eval/scores.json (held-out questions). Use
+only the held-out numbers to compare algorithms. The trajectories of a branched group are not independent samples of the
+policy, so the training reward is a biased measure of the policy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOTALS = {
     "rollout_s": "time/rollout",
     "step_s": "time/step",
 }
-"""Column of the table -> the metric that is summed over all steps for it."""
+"""Column of the table -> the metric to sum over all steps."""
 REASONS = {
     "moves P by": "branching/signal",
     "std of dH, nats": "branching/delta_entropy_std",
@@ -35,10 +35,10 @@ REASONS = {
     "solved where declined": "branching/solved_where_declined",
     "mixed groups": "group/mixed_share",
 }
-"""Column of the table of reasons -> the metric whose mean over the steps that have it stands there."""
+"""Column of the table of reasons -> the metric to average over the steps with this metric."""
 VALID = "valid/accuracy"
 EQUAL = {"at_calls": ("tools/all/calls", "tool calls"), "at_tokens": ("tokens/sampled", "sampled tokens")}
-"""Entry of the table -> the metric of which all algorithms have spent as much there, and its name."""
+"""Entry of the table -> the metric to hold equal for all algorithms, and the name of the metric."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RunResult:
     algorithm: str
     seed: int
     scores: dict[str, dict[str, float]]
-    """Question file -> its scores, as evaluate.py wrote them."""
+    """Question file -> scores, as written by evaluate.py."""
     metrics: list[dict[str, float]]
     """The training steps, in order."""
 
@@ -61,18 +61,18 @@ class RunResult:
         return np.array([row[metric] for row in self.metrics])
 
     def mean_of(self, metric: str) -> float | None:
-        """Return the mean over the steps that have the metric; None where none has."""
+        """Return the mean over the steps with this metric; None if no step has the metric."""
         values = [row[metric] for row in self.metrics if metric in row]
         return mean(values) if values else None
 
     def spent(self, metric: str) -> float:
-        """Return what the whole training has spent of a metric."""
+        """Return the sum of a metric over the whole training."""
         return float(self.series(metric).sum())
 
     def accuracy_at(self, metric: str, spent: float) -> float | None:
-        """Return the greedy validation accuracy when so much of a metric was spent, interpolated between validations.
+        """Return the greedy validation accuracy after `spent` units of a metric, interpolated between validations.
 
-        None where the run was not validated before and after.
+        None if the run has no validation before or after this position.
         """
         totals = np.cumsum(self.series(metric))
         points = [(total, row[VALID]) for total, row in zip(totals, self.metrics, strict=True) if VALID in row]
@@ -81,23 +81,23 @@ class RunResult:
         return float(np.interp(spent, *zip(*points, strict=True)))
 
     def last_and_best(self) -> tuple[float, float] | None:
-        """Return the last validation accuracy and the highest; None where the run was not validated."""
+        """Return the last validation accuracy and the highest; None for a run without validations."""
         values = [row[VALID] for row in self.metrics if VALID in row]
         return (values[-1], max(values)) if values else None
 
     def steps_until(self, target_reward: float) -> int | None:
-        """Return the first step at which the running mean of the training reward reaches the target; None = never."""
+        """Return the first step with a running mean of the training reward at the target; None = never."""
         reached = np.flatnonzero(running_mean(self.series("reward/mean")) >= target_reward)
         return int(self.metrics[reached[0]]["step"]) if len(reached) else None
 
     def seconds_until(self, target_reward: float) -> float | None:
-        """Return the seconds of all steps up to that one, without validations and saves; None = never."""
+        """Return the seconds of all steps up to `steps_until`, without validations and saves; None = never."""
         last = self.steps_until(target_reward)
         return None if last is None else sum(row["time/step"] for row in self.metrics if row["step"] <= last)
 
 
 def read_run(folder: Path, algorithm: str, seed: int) -> RunResult | None:
-    """Read a finished run; None where the run has not finished."""
+    """Read a finished run; None if the run has not finished."""
     if not (scores := folder / "eval" / "scores.json").exists():
         return None
     steps = [row for row in read_metrics(folder) if "reward/mean" in row]  # step 0 is a validation only
@@ -105,10 +105,10 @@ def read_run(folder: Path, algorithm: str, seed: int) -> RunResult | None:
 
 
 def estimate(values: Sequence[float]) -> dict[str, float]:
-    """Return the mean over n seeds with its 95 % t interval (n - 1 degrees of freedom); fewer than three have
-    none: that of two would be 25 standard errors wide.
+    """Return the mean over n seeds with a 95 % t interval (n - 1 degrees of freedom). Fewer than three seeds get no
+    interval: for two seeds the interval would be 25 standard errors wide.
 
-    A bootstrap over so few seeds would be too narrow: over five, it covers the mean in 85 % of cases.
+    A bootstrap over so few seeds would be too narrow: over five seeds, it covers the mean in 85 % of cases.
     [0, 1, 2] -> mean 1, low 1 - 4.303 / sqrt(3), high 1 + 4.303 / sqrt(3)
     """
     from scipy.special import stdtrit
@@ -121,12 +121,12 @@ def estimate(values: Sequence[float]) -> dict[str, float]:
 
 
 def estimate_share(values: Sequence[float]) -> dict[str, float]:
-    """Return the mean over n seeds of accuracies in [0, 1] with a 95 % interval that stays there; fewer than three
-    have none.
+    """Return the mean over n seeds of accuracies in [0, 1], with a 95 % interval inside [0, 1]. Fewer than three seeds
+    get no interval.
 
-    A t interval would not: 0.78, 0.95, 0.97 -> 0.90 [0.64, 1.16]. This is Wilson's interval of as many answers as would
-    make a share vary as much as the seeds do (their effective number, Korn and Graubard 1998), with Student's t as the
-    quantile.
+    A t interval can leave [0, 1]: 0.78, 0.95, 0.97 -> 0.90 [0.64, 1.16]. So this is Wilson's interval, with Student's t
+    as the quantile, for an effective number of answers (Korn and Graubard 1998): a share of this many answers varies as
+    much as the seeds vary.
     """
     from scipy.special import stdtrit
 
@@ -142,14 +142,14 @@ def estimate_share(values: Sequence[float]) -> dict[str, float]:
 
 
 def paired_difference(runs: list[RunResult], reference: list[RunResult]) -> dict[str, float] | None:
-    """Estimate the accuracy of `runs` minus that of `reference`, seed by seed; None where no seed is in both."""
+    """Estimate the accuracy of `runs` minus the accuracy of `reference`, seed by seed; None without a common seed."""
     base = {run.seed: run.accuracy for run in reference}
     differences = [run.accuracy - base[run.seed] for run in runs if run.seed in base]
     return estimate(differences) if differences else None
 
 
 def by_algorithm(results: list[RunResult]) -> dict[str, list[RunResult]]:
-    """Group runs by algorithm, in the order in which each first appears."""
+    """Group runs by algorithm, in the order of first appearance."""
     algorithms = dict.fromkeys(run.algorithm for run in results)
     return {algorithm: [run for run in results if run.algorithm == algorithm] for algorithm in algorithms}
 
@@ -160,8 +160,8 @@ def compare_algorithms(
     """Algorithm -> {accuracy, reward, tool_calls, ..., steps_to_target, seconds_to_target, minus_REFERENCE, seeds,
     at_calls, at_tokens, end}.
 
-    `at_calls` and `at_tokens` are the validation accuracy when the run that spent the least was at its end. `end` is
-    the last validation accuracy, and that minus the highest of the run.
+    `at_calls` and `at_tokens` are validation accuracies at equal cost: the cost of the cheapest run at the end of
+    training. `end` is the last validation accuracy, and the last minus the highest accuracy of the run.
     """
     groups = by_algorithm(results)
     least = {name: min(run.spent(metric) for run in results) for name, (metric, _) in EQUAL.items()}
@@ -196,13 +196,13 @@ def compare_algorithms(
 
 
 def references_of(table: dict[str, dict]) -> list[str]:
-    """Return the algorithms that others were compared with."""
+    """Return the reference algorithms of the comparison."""
     keys = dict.fromkeys(key for row in table.values() for key in row)
     return [key.removeprefix("minus_") for key in keys if key.startswith("minus_")]
 
 
 def interval(cell: dict | None, sign: str = "", digits: int = 3) -> str:
-    """Return an estimate as text: over n seeds, from three on with its interval."""
+    """Return an estimate as text, with the number of seeds, and from three seeds on with the interval."""
     if not cell:
         return ""
     if "low" not in cell:
@@ -211,10 +211,10 @@ def interval(cell: dict | None, sign: str = "", digits: int = 3) -> str:
 
 
 def algorithms_table(table: dict[str, dict], target_reward: float) -> str:
-    """Write what `compare_algorithms` returned as Markdown tables, one row per algorithm.
+    """Write the result of `compare_algorithms` as Markdown tables, one row per algorithm.
 
-    They hold the result; the validation accuracy at equal calls and tokens, and at the end (where runs were validated);
-    and what the branching signal did. A difference may be over fewer seeds than its algorithm has.
+    The tables show the result; the validation accuracy at equal calls and tokens, and at the end (if runs were
+    validated); and the effect of the branching signal. A difference may cover fewer seeds than the algorithm has.
     """
     references = references_of(table)
     head = ["algorithm", "seeds", "accuracy [95 %]", "reward", *(f"minus {r} [95 % t]" for r in references)]
@@ -247,7 +247,7 @@ def algorithms_table(table: dict[str, dict], target_reward: float) -> str:
 
 
 def running_mean(values: Sequence[float]) -> np.ndarray:
-    """Return for each value the mean of it and those before it, at most SMOOTHING_STEPS in all.
+    """Return for each value the mean over this value and earlier values, at most SMOOTHING_STEPS in all.
 
     >>> running_mean([1.0, 3.0]).tolist()
     [1.0, 2.0]
@@ -258,7 +258,7 @@ def running_mean(values: Sequence[float]) -> np.ndarray:
 def draw_forest(panels: Sequence[tuple[str, float | None, dict[str, dict | None]]], path: Path) -> None:
     """Draw estimates with their 95 % intervals: a panel for each (title, null, row -> estimate), a line per row.
 
-    `null`: the value that says "no difference"; an interval that leaves it out is coloured. None = there is none.
+    `null`: the value for "no difference". An interval without this value is coloured. None = no such value.
     """
     import matplotlib
 
@@ -280,7 +280,7 @@ def draw_forest(panels: Sequence[tuple[str, float | None, dict[str, dict | None]
         if null is not None:
             axis.axvline(null, color="0.35", linestyle=":", linewidth=1)
         axis.set_title(title, fontsize=10)
-        axis.xaxis.set_major_locator(MaxNLocator(nbins=4))  # more labels of "-0.075" run into each other
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=4))  # more labels like "-0.075" would overlap
         axis.grid(axis="x", alpha=0.3)
         axis.tick_params(axis="y", length=0)
         axis.spines[["top", "right", "left"]].set_visible(False)
@@ -291,7 +291,7 @@ def draw_forest(panels: Sequence[tuple[str, float | None, dict[str, dict | None]
 
 
 def draw_table(table: dict[str, dict], path: Path) -> None:
-    """Draw the forest of what `compare_algorithms` returned: accuracy, its differences, tool calls of training."""
+    """Draw the forest of `compare_algorithms`: accuracy, differences of accuracy, tool calls of training."""
     panels = [("held-out accuracy", None, {name: row["accuracy"] for name, row in table.items()})]
     for reference in references_of(table):
         cells = {name: row.get(f"minus_{reference}") for name, row in table.items()}

@@ -26,7 +26,7 @@ POLL_S = 0.2
 
 @dataclass
 class Job:
-    """A run: its commands, one after the other, and its progress."""
+    """A run: the commands, one after the other, and the progress."""
 
     algorithm: str
     seed: int
@@ -164,7 +164,7 @@ def claim_folder(job: Job, inputs: dict[str, object]) -> None:
 
 
 def run_all(jobs: list[Job], num_parallel: int) -> list[Job]:
-    """Run the jobs, at most `num_parallel` at a time. Return the failed jobs. Ends its children when it ends."""
+    """Run the jobs, at most `num_parallel` at a time. Return the failed jobs. All child processes end at the end."""
     # SIGTERM becomes an exception, so that `finally` below is reached
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     waiting = list(jobs)

@@ -1,13 +1,13 @@
-r"""GSM8K with tool calls: worked solutions become trajectories with <python> calls, whose results are the tool's own.
+r"""GSM8K with tool calls: worked solutions become trajectories with <python> calls and real results of the tool.
 
 GSM8K's solutions hold calculator annotations, "She earned 12/60 = $<<12/60=0.2>>0.2 per minute." One annotated line
-becomes one thought and one call, so that what follows a result is the next step of the reasoning:
+becomes one thought and one call. So the next step of the reasoning follows each result:
 
     <think>She earned 12/60 per minute.</think><python>print(12/60)</python> <result>
     0.2
     </result><think>...</think><answer>\boxed{10}</answer>
 
-A solution is used only if each call gives what its annotation says, and the last one the final answer.
+A solution is used only if each call gives the value of the annotation, and the last call gives the final answer.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from arpo.tools.base import Tool
 
 HUB_NAME = "openai/gsm8k"
 MAX_LINES = 2
-"""Annotated lines that a question's solution may have, in all files but test_long. RL needs a policy that is right now
-and then: after SFT on solutions of any length, SmolLM2-135M was right in 1 % of its samples; most groups had none."""
+"""Most annotated lines of a question's solution, in all files except test_long. RL needs a policy with some right
+samples: after SFT on solutions of any length, SmolLM2-135M was right in 1 % of the samples, and most groups had no
+right sample."""
 NUM_SFT_QUESTIONS = 1900
-"""Training questions whose solutions are converted for SFT; all others are for RL."""
+"""Number of training questions for SFT, with converted solutions; all other questions are for RL."""
 NUM_VALID = {"sft": 60, "rl": 64}
 CALLS_AT_ONCE = 64
 
@@ -46,23 +47,23 @@ class Step:
     """An annotated line of a solution."""
 
     thought: str
-    """The line without the values that its annotations give: "She earned 12/60 per minute."."""
+    """The line without the values of the annotations: "She earned 12/60 per minute."."""
     code: str
-    """Python that prints these values, one per line."""
+    """Python code to print these values, one per line."""
     values: tuple[float, ...]
-    """Values as the annotations have them."""
+    """Values as written in the annotations."""
     told: str
     """The line with the values: "She earned 12/60 = $0.2 per minute."."""
 
 
 class Unusable(ValueError):
-    """A solution that does not become a trajectory; the message is the reason that is counted."""
+    """A solution cannot become a trajectory. The message is the reason, for the counts."""
 
 
 def read_questions(folder: str, part: str) -> list[dict[str, str]]:
-    """Read GSM8K's `part` (train or test), rows of question and answer, from a folder, or from the Hub where it is "".
+    """Read GSM8K's `part` (train or test) from a folder, or from the Hub for "". Return rows of question and answer.
 
-    Raises UserError where it cannot be had, with what to do about it.
+    Raises UserError with advice if the file cannot be read.
     """
     path = local_file(folder, part) if folder else downloaded(part)
     rows = []
@@ -74,7 +75,7 @@ def read_questions(folder: str, part: str) -> list[dict[str, str]]:
 
 
 def local_file(folder: str, part: str) -> Path:
-    """Return the file of a folder that holds this part, as jsonl or as the Hub's parquet. Raises UserError."""
+    """Return the file of this part in a folder, as jsonl or as the Hub's parquet. Raises UserError."""
     found = [*Path(folder).glob(f"{part}.jsonl"), *sorted(Path(folder).rglob(f"{part}-*.parquet"))]
     if not found:
         raise UserError(f"--gsm8k {folder}: neither {part}.jsonl nor {part}-*.parquet in it; download {HUB_NAME} there")
@@ -82,7 +83,7 @@ def local_file(folder: str, part: str) -> Path:
 
 
 def downloaded(part: str) -> Path:
-    """Return the Hub's file of this part, from its cache or over the network. Raises UserError."""
+    """Return the Hub's file of this part, from the local cache or over the network. Raises UserError."""
     from huggingface_hub import hf_hub_download
 
     offline, file = not hub_answers(), f"main/{part}-00000-of-00001.parquet"
@@ -95,7 +96,7 @@ def downloaded(part: str) -> Path:
 
 
 def hub_answers() -> bool:
-    """Return whether the Hub can be reached, asked once: each download by itself would try for half a minute."""
+    """Return whether the Hub can be reached. Tried once, because each failing download takes half a minute."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError
 
@@ -112,9 +113,9 @@ def final_answer(row: dict[str, str]) -> str:
 
 
 def parse_solution(row: dict[str, str]) -> tuple[list[Step], str]:
-    """Return the annotated lines as steps, and the text behind the last of them. Raises Unusable.
+    """Return the annotated lines as steps, and the text after the last annotated line. Raises Unusable.
 
-    Lines without an annotation go before the thought of the next line that has one.
+    Lines without an annotation go before the thought of the next annotated line.
     """
     steps, before = [], ""
     for line in row["answer"].rpartition("####")[0].splitlines():
@@ -158,7 +159,7 @@ def parse_line(line: str) -> Step:
 
 
 def number(text: str) -> float:
-    """Raises Unusable for what is no number."""
+    """Convert a text to a number. Raises Unusable if this fails."""
     try:
         return float(text)
     except ValueError:
@@ -166,7 +167,7 @@ def number(text: str) -> float:
 
 
 def trajectory(row: dict[str, str], steps: list[Step], rest: str, results: dict[str, str]) -> str:
-    """Write the solution with its calls; `results` are the tool's, by code. Raises Unusable where they do not fit."""
+    """Write the solution with calls. `results`: code -> result of the tool. Raises Unusable for a wrong result."""
     text, printed = "", []
     for step in steps:
         result = results[step.code]
@@ -184,12 +185,12 @@ def trajectory(row: dict[str, str], steps: list[Step], rest: str, results: dict[
 
 
 def agrees(printed: float, noted: float) -> bool:
-    """Return whether a solution's value is the printed one to two decimals (10/3 is noted as 3.33; some round up)."""
+    """Return whether two values agree to two decimals (solutions note 10/3 as 3.33; some solutions round up)."""
     return abs(printed - noted) <= 0.01
 
 
 async def run_all(codes: list[str], tool: Tool) -> dict[str, str]:
-    """Run each code in the tool; code -> what the model would read. Raises UserError where the sandbox fails."""
+    """Run each code in the tool. Return code -> text for the model. Raises UserError if the sandbox fails."""
     results: dict[str, str] = {}
     for start in range(0, len(codes), CALLS_AT_ONCE):
         part = codes[start : start + CALLS_AT_ONCE]
@@ -201,7 +202,7 @@ async def run_all(codes: list[str], tool: Tool) -> dict[str, str]:
 
 
 def convert(rows: list[dict[str, str]], tool: Tool) -> tuple[list[dict], Counter[str]]:
-    """Return SFT rows of the solutions that convert, in order, and how many did not, by reason."""
+    """Return SFT rows of the converted solutions, in order, and the number of failed conversions by reason."""
     parsed, reasons = [], Counter[str]()
     for row in rows:
         try:
@@ -228,7 +229,7 @@ def num_lines(row: dict[str, str]) -> int:
 
 
 def rl_row(row: dict[str, str]) -> dict:
-    """Return a question for RL or evaluation; num_lines, the annotated lines of its solution, says how hard it is."""
+    """Return a question for RL or evaluation. `num_lines`, the annotated lines of the solution, measures difficulty."""
     return {
         "prompt": row["question"],
         "answer": final_answer(row),
@@ -239,10 +240,10 @@ def rl_row(row: dict[str, str]) -> dict:
 
 
 def build_data(folder: str, seed: int, tool: Tool) -> tuple[dict[str, list[dict]], Counter[str]]:
-    """Return file stem -> rows, the same for the same seed, and the reasons why solutions do not convert.
+    """Return file stem -> rows, and the reasons for failed conversions. The same seed gives the same result.
 
-    No training question is in two files. `test` has GSM8K's own test questions of at most MAX_LINES annotated lines,
-    shuffled, and `test_long` those of more.
+    No training question is in two files. `test` has GSM8K's test questions with at most MAX_LINES annotated lines,
+    shuffled; `test_long` has the longer questions.
     """
     train, test = (read_questions(folder, part) for part in ("train", "test"))
     train = [row for row in train if 1 <= num_lines(row) <= MAX_LINES]

