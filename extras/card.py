@@ -1,10 +1,10 @@
-"""Writes the card (README.md) of an exported model: what it was trained from, on and how; no key and no local path.
+"""Writes the card (README.md) of an exported model: base model, data and settings, without keys and local paths.
 
     python -m extras.card runs/NAME/hf                              then: hf upload OWNER/NAME runs/NAME/hf
     python -m extras.card runs/NAME/checkpoints/step_000100 OUT     of an export elsewhere
 
-The base model and its licence are those of the first stage: where a run began with the export of another run (SFT, then
-RL from runs/MY_SFT/hf), that run's settings are followed to the model that it began with.
+The card names the base model and licence of the first stage. If a run began with the export of another run (SFT, then
+RL from runs/MY_SFT/hf), the settings of the other run lead to its first model.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 OURS = "arpo-torch"
 ALWAYS = ("advantage.kind", "loss.kind", "branching.selector", "rollout.group_size", "optim.lr", "tools.names")
-"""Settings that a card names whatever they are."""
+"""Settings always shown on a card."""
 SECTIONS = {
     "rollout": options.RolloutConfig(), "branching": options.BranchingConfig(), "advantage": options.AdvantageConfig(),
     "reward": TrainingRewardConfig(), "critic": options.CriticConfig(), "loss": options.LossConfig(),
     "update": UpdateConfig(), "optim": OptimConfig(),
 }  # fmt: skip
-"""Sections of which a card names what differs from the defaults of RL."""
+"""Sections of the config. A card shows their differences from the defaults of RL."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TEMPLATE = """---
 {{ card_data }}
@@ -66,7 +66,7 @@ Elsewhere: stop it after {{ stops }}, run the call, append ` <result>\\n...\\n</
 
 
 def card_of(checkpoint: Path) -> str:
-    """Return the card of RUN/checkpoints/step_N. Raises UserError where RUN is no run."""
+    """Return the card of RUN/checkpoints/step_N. Raises UserError if RUN is not the folder of a run."""
     from huggingface_hub import ModelCard, ModelCardData
 
     run = checkpoint.resolve().parent.parent
@@ -104,20 +104,20 @@ def card_of(checkpoint: Path) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """The model that a run began with, and the base model behind it."""
+    """The first model of a run, and the base model behind it."""
 
     source: str
-    """Name of the model that the run began with: of the Hub, of a run of ours, or the last part of a folder's path."""
+    """Name of the first model of the run: a Hub name, the name of a run, or the last part of a folder's path."""
     base: str
-    """Name of the base model; the same as `source`, if that is no export of ours."""
+    """Name of the base model. Equal to `source`, unless `source` is the export of a run."""
     base_on_hub: str | None
-    """OWNER/NAME of the base model; None for a folder, since a card's metadata must not name one."""
+    """OWNER/NAME of the base model; None for a folder, because a card's metadata must not name a folder."""
     card: ModelCardData
-    """Head of the card that names the licence."""
+    """Head of the base model's card, with the licence."""
 
 
 def _origin_of(run: Path, settings: dict[str, Any], seen: tuple[Path, ...] = ()) -> Origin:
-    """Return the origin of a run with these settings. `seen`: runs that began with it; two may name each other."""
+    """Return the origin of a run with these settings. `seen`: later runs of the chain, to stop at a circle."""
     source = hub_name(settings["model.path"]).partition("@")[0]
     if cached := re.search(r"models--([^/]+)--([^/]+)/snapshots/", source):  # the Hub's cache
         source = "/".join(cached.groups())
@@ -136,7 +136,7 @@ def _origin_of(run: Path, settings: dict[str, Any], seen: tuple[Path, ...] = ())
 
 
 def _place_of(source: str, run: Path, settings: dict[str, Any]) -> str:
-    """Return where a model's folder is. A relative path is tried from here, and then from where the run was started."""
+    """Return the path of a model's folder. A relative path is tried from here, then from the folder of the start."""
     run_dir = Path(settings.get("run.dir") or "")
     if Path(source).is_dir() or run_dir.is_absolute() or len(run_dir.parts) >= len(run.parents):
         return source
@@ -145,7 +145,7 @@ def _place_of(source: str, run: Path, settings: dict[str, Any]) -> str:
 
 
 def _run_that_wrote(folder: Path) -> Path | None:
-    """Return the run whose export a folder is: RUN/hf, RUN/best, RUN/checkpoints/step_N/hf; None for other folders."""
+    """Return the run of an export: RUN/hf, RUN/best, RUN/checkpoints/step_N/hf -> RUN. None for other folders."""
     if not folder.is_dir():
         return None
     for above in list(folder.resolve().parents)[:3]:
@@ -155,7 +155,7 @@ def _run_that_wrote(folder: Path) -> Path | None:
 
 
 def _is_local(source: str, settings: dict[str, Any]) -> bool:
-    """Return whether a model was a folder, here or on the machine of the run, whose settings have a digest then."""
+    """Return whether a model was a folder, here or on the machine of the run (the settings have a digest then)."""
     return "contents.model.path" in settings or Path(source).is_dir() or not _HUB_NAME.fullmatch(source)
 
 
@@ -172,7 +172,7 @@ def _tools(settings: dict[str, Any]) -> list[str]:
 
 
 def _stops(settings: dict[str, Any]) -> str:
-    """Return after which texts a server has to stop; "" where it calls in JSON or XML, or by tags that a file names."""
+    """Return the stop strings for a server; "" for calls in JSON or XML, or with tags of a custom file."""
     tools = _tools(settings)
     if _form(settings) != "tags" or any(map(is_own, tools)):
         return ""
@@ -180,7 +180,7 @@ def _stops(settings: dict[str, Any]) -> str:
 
 
 def _command(name: str, settings: dict[str, Any]) -> str:
-    """Return the command that asks the model in the form, with the tools and by the prompt that it was trained with."""
+    """Return the command to ask the model, with the format, tools and prompt of the training."""
     words = ["python", "-m", "extras.ask", "--model.path", f"OWNER/{name}"]
     words += ["--protocol.format", _plain(_form(settings))]
     words += ["--tools.names", *_tools(settings)]
@@ -203,7 +203,7 @@ def _head_of(source: str) -> ModelCardData:
 
 
 def _chosen(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the settings to show, in order: ALWAYS, then what differs from a default. No path keeps its folders."""
+    """Return the settings to show, in order: ALWAYS, then differences from defaults. Paths lose their folders."""
     shown = {key: settings[key] for key in ALWAYS if settings.get(key)}
     for section, defaults in SECTIONS.items():
         for f in fields(defaults):

@@ -1,10 +1,11 @@
-"""Keeps the questions of a training file that a model solves now and then, as an evaluation of it has found.
+"""Keeps the questions of a training file solved by a model now and then. An evaluation of the model gives the rates.
 
     torchrun --nproc_per_node 8 evaluate.py CONFIG --eval.files data/train.jsonl --eval.num_samples 8 --run.name rate
     python -m extras.keep runs/rate data/train.jsonl --out data/train_kept.jsonl
 
-A group of which no trajectory, or each one, is right has no advantages: what it cost teaches nothing. Here that is
-found out once, before RL; `advantage.dead_groups=resample` finds it out anew in each step, as the policy changes.
+A group has no advantages if all of its trajectories are right, or all wrong: the policy learns nothing from the group.
+This script removes such questions once, before RL. `advantage.dead_groups=resample` replaces such groups in each step,
+as the policy changes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from arpo.evals.tables import replace_file
 
 
 def keep(run: Path, data: Path, out: Path, low: float = 0.01, high: float = 0.99) -> str:
-    """Write the rows of `data` of whose samples a share from `low` to `high` is right, and return what became of all.
+    """Keep a row of `data` if the share of right samples is from `low` to `high`. Return a summary.
 
-    Each row gets that share as `pass_rate`, which custom rewards find in `sample.meta`. Rows that were not evaluated
-    are left out. Raises UserError where the run is of other questions, nothing is kept, or a row is not plain data.
+    Each row gets the share as `pass_rate`; custom rewards can read `sample.meta["pass_rate"]`. Rows without evaluation
+    are left out. Raises UserError if the run has other questions, no row is kept, or a row is not plain data.
     """
     if not 0 <= low <= high <= 1:
         raise UserError(f"--low {low:g} --high {high:g}: must be 0 <= low <= high <= 1")

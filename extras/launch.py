@@ -1,10 +1,9 @@
-"""The commands that `pip install -e .` makes: a script on every GPU of this machine, without typing torchrun.
+"""The commands installed by `pip install -e .`: a script on every GPU of this machine, without typing torchrun.
 
     arpo-rl configs/qwen2.5_7b.yaml configs/arpo.yaml       # torchrun --nproc_per_node GPUS train_rl.py configs/...
-    arpo-rl --nproc_per_node 2 configs/demo_arpo.yaml       # so many ranks, whatever is there
+    arpo-rl --nproc_per_node 2 configs/demo_arpo.yaml       # two ranks, on any machine
 
-On one GPU or none, and for --help, it is python that runs the script. Several machines need torchrun itself
-(docs/scale.md).
+On one GPU or none, and for --help, python runs the script. Several machines need torchrun itself (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def evaluate() -> None:
 
 
 def run(script: str) -> NoReturn:
-    """Run a script of the checkout with this command's arguments, on as many ranks as it should have."""
+    """Run a script of the checkout with this command's arguments, on the given number of ranks or on all GPUs."""
     try:
         path = ROOT / script
         if not path.is_file():
@@ -51,10 +50,10 @@ def run(script: str) -> NoReturn:
         exit_with(error)
     place = []
     if num_ranks > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun says at length that it does so
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets this too, with a long warning
         place = ["-m", "extras.launch", "--standalone", "--nproc_per_node", str(num_ranks)]
     sys.stdout.flush()
-    # This process becomes python or torchrun, so that signals and the exit code are theirs.
+    # This process becomes python or torchrun: signals and the exit code then belong to the new program.
     os.execv(sys.executable, [sys.executable, *place, str(path), *argv])
 
 
@@ -71,7 +70,7 @@ def torchrun() -> None:
 
 
 def split_ranks(argv: list[str]) -> tuple[int, list[str]]:
-    """Take the number of ranks from the arguments; 0 = none is given. ["a.yaml", "--nproc_per_node", "2"]
+    """Take the number of ranks from the arguments; 0 = not given. ["a.yaml", "--nproc_per_node", "2"]
     -> (2, ["a.yaml"])"""
     found = [at for at, argument in enumerate(argv) if argument.partition("=")[0] in NUM_RANKS]
     if not found:
@@ -86,7 +85,7 @@ def split_ranks(argv: list[str]) -> tuple[int, list[str]]:
 
 
 def num_gpus(environment: Mapping[str, str]) -> int:
-    """Return the number of GPUs that a run may use, without importing torch; at least 1."""
+    """Return the number of GPUs for a run (at least 1), without importing torch."""
     if version("torch").endswith("+cpu"):
         return 1
     if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:

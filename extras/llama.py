@@ -1,11 +1,11 @@
-r"""A call as JSON that is the whole turn: the form of Llama 3.1 and later, in which those models call without SFT.
+r"""A call as JSON, without other text in the turn: the form of Llama 3.1 and later. Those models need no SFT for it.
 
     --protocol.format extras/llama.py:LLAMA --data.system_prompt default
 
     <think> ... </think>{"name": "search", "parameters": {"query": "Paris"}}
 
-A turn is one call and nothing else, but for thoughts, or it is the final answer. It ends with the model's end token,
-and the chat template writes what follows: see arpo/protocol/template_codec.py.
+A turn is either one call, with thoughts but no other text, or the final answer. A turn ends with the model's end token,
+and the chat template writes the text after the turn: see arpo/protocol/template_codec.py.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from arpo.protocol.xml import with_fields
 
 A_CALL = '{"name": the name of a tool, "parameters": {...}} and nothing else'
 THOUGHTS = re.compile(r"(?<!\s)\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
-"""With the space before them, looked at once: from each of its characters on it would take the square of its length."""
+"""Thoughts with the space before them. The space is matched in one attempt: a match from each of its characters would
+take time quadratic in the length."""
 _AN_OBJECT = re.compile(r"\{\s*[\"']")
 END_OF_MESSAGE = "<|eom_id|>"
-"""The other token with which a Llama ends a turn: one that waits for a tool."""
+"""Llama's second end token: it ends a turn with a call of a tool."""
 
 
 def call_body(text: str) -> str | None:
-    """Return what a turn is behind its first thoughts, if that begins as an object of JSON; None for an answer.
+    """Return the text after the first thoughts of a turn, if it begins like a JSON object; None for an answer.
 
     >>> call_body('<think>{"a": 1}</think> {"name": "f"'), call_body('So {"name": "f"}'), call_body("{1, 2}")
     ('{"name": "f"', None, None)
     """
     begin = 0
-    while thought := THOUGHTS.match(text, begin):  # not those in the call's arguments
+    while thought := THOUGHTS.match(text, begin):  # only before the call, not inside its arguments
         begin = thought.end()
     said = text[begin:].strip()
     return said if _AN_OBJECT.match(said) else None
@@ -74,7 +75,8 @@ class LlamaCodec(TemplateCodec):
 
 
 class LlamaRules(FormatRules):
-    """Besides what `FormatRules` says: a turn that begins as an object is a whole one with a name and parameters."""
+    """The rules of `FormatRules`, and one more: a turn beginning like a JSON object is a complete object with name and
+    parameters."""
 
     results = re.compile(r"(?<=})\s*ipython\n\n.*?assistant\n\n", re.DOTALL)
 
@@ -83,7 +85,7 @@ class LlamaRules(FormatRules):
         return THOUGHTS.sub("", text) if call_body(text) is None else ""
 
     def turn_error(self, text: str, has_result: bool, tools: Sequence[str]) -> str:
-        if (body := call_body(text)) is not None:  # whose arguments may contain thoughts
+        if (body := call_body(text)) is not None:  # arguments may contain thoughts
             return "malformed_call" if name_of_call(body, "parameters") is None else ""
         return "unpaired_think" if has_unpaired_think(THOUGHTS.sub("", text), THOUGHTS.findall(text)) else ""
 

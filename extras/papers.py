@@ -1,13 +1,14 @@
-"""Prints the numbers that the papers report (papers.csv) beside those of an evaluation.
+"""Prints the numbers of the papers (papers.csv) beside the numbers of an evaluation.
 
     python -m extras.papers RUN
 
-AEPO's (arXiv 2510.14545) are those of its abstract. ARPO's (arXiv 2507.19849, tables 1 and 2) were collected from
-secondary sources: check with the paper before citing. Numbers known from memory or one unsure source are left out.
-The line "questions" has the number in the released test files, splits ("gaia: level 1") included (of MATH, whose file
-is empty there: in MATH's test set). The released script asks at most 500 of a set unless told otherwise, so the papers'
-may be over fewer of GSM8K and MATH. The last column has ARPO's headline numbers, means over TEN. A line with an issue
-of the released code has what a user measured there; it stands beside the number it was compared with, in words.
+AEPO's numbers (arXiv 2510.14545) come from the abstract. ARPO's numbers (arXiv 2507.19849, tables 1 and 2) were
+collected from secondary sources: check with the paper before citing. Numbers from memory or from a single unsure source
+are left out. The line "questions" has the number of questions in the released test files, also for splits
+("gaia: level 1"). The released file of MATH is empty, so MATH has the number of MATH's test set. By default the
+released script asks at most 500 questions of a set, so the papers may use fewer questions of GSM8K and MATH. The last
+column has ARPO's headline numbers, means over TEN. A line with an issue of the released code has a user's measurement,
+in words, beside the number compared in the issue.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SOURCES = (
     "they say so (not checked by us). They compare with ours only where model, grader and questions are the same."
 )
 MARK = "\N{DAGGER}"
-"""Stands behind a number of ours that the papers' cannot be compared with."""
+"""Mark after our number if it cannot be compared with the papers' numbers."""
 F1, JUDGE = "token F1", "72B judge"
 """The papers' graders: F1 for knowledge questions; Qwen2.5-72B-Instruct for math and deep search."""
 TEN = ("aime24", "aime25", "math500", "gsm8k", "math", "webwalker", "hotpotqa", "2wiki", "musique", "bamboogle")
@@ -52,9 +53,8 @@ class Published:
 
 
 def _read() -> tuple[dict[str, int], list[Published], list[tuple[str, str, float]], list[tuple[str, ...]]]:
-    """Return the questions by benchmark, the papers' numbers, and (model, method, percent) of their means of ten.
-
-    The last are what others measured, as (benchmark, score, grader, text).
+    """Return four things: the number of questions by benchmark; the papers' numbers; (model, method, percent) of the
+    papers' means of ten; and other people's measurements, as (benchmark, score, grader, text).
     """
     text = Path(__file__).with_name("papers.csv").read_text(encoding="utf-8")
     questions, *lines = csv.DictReader(text.splitlines())
@@ -119,7 +119,7 @@ def _percent(value: float | None, reasons: list[str]) -> str:
 
 
 def differences(theirs: Published, num_questions: int, grader: str, judge: str) -> list[str]:
-    """Return in what a number of ours, over so many questions, differs from the paper's, besides the model."""
+    """Return the differences in setup, besides the model, between our number over `num_questions` and the paper's."""
     reasons, published = [], NUM_QUESTIONS[theirs.benchmark]
     if num_questions < published:
         reasons.append(f"{num_questions} of {published} questions")
@@ -134,7 +134,7 @@ def differences(theirs: Published, num_questions: int, grader: str, judge: str) 
 
 
 def differences_in_ten(name: str, s: Scores) -> list[str]:
-    """Return in what our accuracy differs from the number that the mean of ten was made of, ARPO's of the 7B model."""
+    """Return the differences in setup between our accuracy and ARPO's 7B number, a part of the mean of ten."""
     theirs = next(row for row in PUBLISHED if (row.benchmark, row.model, row.method) == (name, "Qwen2.5-7B", "ARPO"))
     return differences(theirs, s["questions"], s["metric"], s.get("judge", ""))
 
@@ -145,7 +145,7 @@ def published_for(benchmark: str) -> list[Published]:
 
 
 def report(folder: Path) -> str:
-    """Return the papers' numbers beside those in the run's scores.json, as Markdown. Raises UserError without them."""
+    """Return the papers' numbers beside the run's scores.json, as Markdown. Raises UserError without scores."""
     with scores_of(folder) as scores:
         return markdown_report(folder.resolve().name, [], [papers_table(scores)])
 

@@ -1,13 +1,13 @@
-"""A completions server as the sampler: the part of arpo.engine.Engine that the rollout needs, over HTTP.
+"""A completions server as the sampler: the part of arpo.engine.Engine used by the rollout, over HTTP.
 
     python evaluate.py ... --eval.server extras/server_engine.py:ServerEngine=http://host:8000
 
     submit -> POST /v1/completions, the prompt as token ids -> the whole turn as one chunk
 
-vLLM's server returns token ids (`return_token_ids`) and the stop string it met. Another one must take prompts as token
-ids, and pass over fields that it does not know, which `transformers serve` does not. Of its answers the text is
-tokenised again, and the stop string, which such a server cuts off, is the one that closes the tool tag left open. Seeds
-are sent with each request. Logprobs (NaN) and entropies are not asked for, so there is no branching.
+vLLM's server returns token ids (`return_token_ids`) and the matched stop string. Any other server must take prompts as
+token ids and ignore unknown fields (`transformers serve` does not). The text of its answers is tokenised again. Such a
+server cuts off the stop string, so this client restores the stop string of the open tool tag. Each request has a seed.
+The client does not request logprobs (they are NaN) and entropies, so branching is not possible.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROBE_S = 30.0
 MAX_PROBE_BYTES = 4 << 20
 TURN_DEADLINE_S = 1800.0
 MAX_TOKEN_ID = 2**31 - 1
-"""No vocabulary is as large, and a tokenizer takes no larger number."""
+"""Limit for token ids. No vocabulary is as large, and a tokenizer accepts no larger number."""
 MAX_WAIT_S = 0.05
 """`step` returns after this many seconds without news, so that the rollout can look after its tools."""
 
@@ -55,7 +55,7 @@ class ServerEngine:
         max_concurrent: int,
         deadline_s: float = TURN_DEADLINE_S,
     ):
-        """url: http://host:8000, or the base URL (.../v1). model: "" = the only one that is served.
+        """url: http://host:8000, or the base URL (.../v1). model: "" = the only model of the server.
 
         Raises UserError if the server does not answer, or does not serve this model with room for `max_model_len`
         tokens.
@@ -66,12 +66,12 @@ class ServerEngine:
         self._client = HttpClient(
             "eval.server",
             f"{self.url}/completions",
-            HttpPolicy(deadline_s=2 * deadline_s, max_concurrent=max_concurrent),  # a try may take half of it
+            HttpPolicy(deadline_s=2 * deadline_s, max_concurrent=max_concurrent),  # a try may take half of the deadline
             setting=f"eval.server {self.url}",
             key_variable=KEY_VARIABLE,
         )
         self._running: dict[str, tuple[SamplingSpec, Future]] = {}
-        # (request id, None): it got its turn; (request id, choice): it is finished
+        # (request id, None): the request got its turn; (request id, choice): the request is finished
         self._news: queue.SimpleQueue[tuple[str, dict | None] | Exception] = queue.SimpleQueue()
         # Waiting for a turn is not part of a request's time, so the turn is taken here and not in the client.
         self._slots = asyncio.Semaphore(max_concurrent)
@@ -82,7 +82,7 @@ class ServerEngine:
 
     @staticmethod
     def served(url: str, model: str, max_model_len: int) -> str:
-        """Return the name of the model that the server has, and the folder it comes from where the server says so.
+        """Return the name of the server's model, and the model's folder if the server reports it.
 
         Raises UserError like the constructor.
         """
@@ -128,7 +128,7 @@ class ServerEngine:
                 running[1].cancel()
 
     def close(self) -> None:
-        """Give up what is in flight, and close the connections."""
+        """Drop all requests in flight, and close the connections."""
         self.abort(list(self._running))
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(timeout=30)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -147,11 +147,11 @@ class ServerEngine:
         except OSError as error:
             fix = "what is finished is saved; start the server again, and repeat the command"
             self._news.put(UserError(f"{error} ({self.url}); {fix}"))
-        except Exception as error:  # a bug, or a UserError of the client: raised by `step`, in the caller's thread
+        except Exception as error:  # a bug, or a UserError of the client: `step` raises it in the caller's thread
             self._news.put(error)
 
     def _probe(self) -> None:
-        """Sample one token, so that what is wrong is known before anything else is generated."""
+        """Sample one token, to see errors of the server before the first real request."""
         spec = SamplingSpec(max_tokens=1, temperature=0.0)
         payload = completion_request(self.model, self.codec.encode("1"), spec)
         asking = asyncio.run_coroutine_threadsafe(self._client.post(payload, _choice), self._loop)
@@ -175,7 +175,7 @@ def completion_request(model: str, token_ids: list[int], spec: SamplingSpec) -> 
         "top_p": spec.top_p,
         "stop": list(spec.stop),
         "seed": spec.seed,
-        # Off, said one by one: vLLM takes what a request leaves out from the generation_config.json of the model.
+        # All off explicitly: vLLM takes missing fields from the model's generation_config.json.
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
@@ -189,7 +189,7 @@ def completion_request(model: str, token_ids: list[int], spec: SamplingSpec) -> 
 
 
 def completion_chunk(request_id: str, choice: dict, spec: SamplingSpec, codec: Codec) -> Chunk:
-    """Make a chunk, the whole turn, of the server's choice (which `_choice` has checked)."""
+    """Make a chunk, the whole turn, from the server's choice (already checked by `_choice`)."""
     text, token_ids = choice["text"], choice.get("token_ids")
     finish, stop_string = choice["finish_reason"], None
     if finish == "stop":
@@ -207,7 +207,8 @@ def completion_chunk(request_id: str, choice: dict, spec: SamplingSpec, codec: C
 
 
 def left_open(text: str, stop_strings: tuple[str, ...]) -> str | None:
-    """Return the stop string that ends a text or was cut off it: it closes the tag opened last. None if there is none.
+    """Return the stop string at the end of a text, even if cut off: it closes the last opened tag. None if no tag is
+    open.
 
     >>> left_open("<search> a </search> <python> 1 + 1", ("</python>", "</search>"))
     '</python>'
@@ -219,7 +220,7 @@ def left_open(text: str, stop_strings: tuple[str, ...]) -> str | None:
 
 
 def find_model(url: str, model: str, max_model_len: int) -> tuple[str, dict]:
-    """Return the server's base URL, and what it says of the model that it will sample from.
+    """Return the server's base URL, and the server's description of the model.
 
     Raises UserError if `model` is not served, or has too little room.
     """
@@ -262,14 +263,14 @@ def _choice(answer: Any) -> dict:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: it would carry the key to wherever it points."""
+    """Follows no redirect, because the key would go to the new address too."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def _get_json(url: str, headers: dict[str, str]) -> Any:
-    """Return a short answer of JSON. Raises UserError where none comes within PROBE_S, whatever the server does."""
+    """Return a short answer of JSON. Raises UserError if no complete answer comes within PROBE_S."""
     asking: Future = Future()
 
     def ask() -> None:
@@ -278,7 +279,7 @@ def _get_json(url: str, headers: dict[str, str]) -> Any:
         except Exception as error:
             asking.set_exception(error)
 
-    threading.Thread(target=ask, daemon=True).start()  # headers that come byte by byte pass every timeout of a socket
+    threading.Thread(target=ask, daemon=True).start()  # headers sent byte by byte pass any socket timeout
     try:
         return asking.result(timeout=PROBE_S)
     except TimeoutError:
