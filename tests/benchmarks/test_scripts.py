@@ -1,6 +1,6 @@
 """Every benchmark, once with --quick: it ends well, and its last line is its result.
 
-Of those for GPUs, what starts processes of its own is run by the kit (test_gpu_report.py).
+The kit runs those for GPUs that start processes (test_gpu_report.py); lora_bf16 needs a model (test_lora_bf16.py).
 """
 
 import json
@@ -14,7 +14,10 @@ import torch
 from helpers.ranks import script_on_ranks, wait_for_all
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-NAMES = [*sorted({path.stem for path in BENCHMARKS.glob("*.py")} - {"gpu_report", "weight_sync"}), "gpu/decode_steps"]
+NAMES = [
+    *sorted({path.stem for path in BENCHMARKS.glob("*.py")} - {"gpu_report", "lora_bf16", "weight_sync"}),
+    "gpu/decode_steps",
+]
 
 CHECKS = {
     "attention_backends": lambda result: result["auto"] == "sdpa" and result["difference"] < 1e-5,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import urllib.request
 from dataclasses import replace
 
@@ -238,8 +239,14 @@ def test_a_server_that_dies_ends_the_run_and_says_that_nothing_is_lost():
 
 @pytest.fixture(scope="module")
 def vllm_serve(tiny_model_dir, tmp_path_factory):
-    """A `vllm serve` process of the tiny model; its address."""
-    with serving(tiny_model_dir, max_model_len=500) as url:
+    """The address of a `vllm serve` process of the tiny model, whose folder has defaults for sampling in it, as many on
+    the Hub do (Qwen2.5-Instruct: 1.05 and 20). vLLM takes them for what a request does not say."""
+    model = tmp_path_factory.mktemp("served") / "model"
+    shutil.copytree(tiny_model_dir, model)
+    config = json.loads((model / "generation_config.json").read_text())
+    config |= {"do_sample": True, "repetition_penalty": 1.3, "top_k": 20, "temperature": 0.5, "top_p": 0.8}
+    (model / "generation_config.json").write_text(json.dumps(config))
+    with serving(model, max_model_len=500) as url:
         yield url
 
 
