@@ -157,7 +157,14 @@ def last_turn(group, budget, cfg, rng):
 """
 
 
-@pytest.mark.parametrize(("world", "heading"), [("signal", "### Limited by signal"), ("steps", "### Limited by steps")])
+@pytest.mark.parametrize(
+    ("world", "heading"),
+    [
+        ("signal", "### Limited by signal"),
+        ("steps", "### Limited by steps"),
+        ("unready", "### Where success is rare"),
+    ],
+)
 def test_the_tables_of_the_docs_are_those_of_the_results(world, heading):
     lines = [json.loads(line) for line in (ROOT / "benchmarks/ablation/frontier.jsonl").read_text().splitlines()]
     runs = by_setting([line for line in lines if (line["world"], line["stage"]) == (world, 2)])
