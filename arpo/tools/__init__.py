@@ -1,9 +1,9 @@
-"""Tools that the policy calls in a rollout: ours, and those of a user's files.
+"""Tools for the policy in a rollout: built-in tools, and tools from the user's files.
 
-A tool of ours gets the section of `ToolsConfig` (arpo/config/tools.py) that has its name: the search tool gets
-`tools.search`. A tool from a file (tools.names FILE.py:NAME) gets a dataclass, filled from `tools.options`: the type of
-its constructor's first parameter. If the constructor has no parameter, the tool gets nothing. A ToolSet from a file is
-several tools.
+A built-in tool gets the section of `ToolsConfig` (arpo/config/tools.py) with its name: the search tool gets
+`tools.search`. A tool from a file (tools.names FILE.py:NAME) gets a dataclass with the values of `tools.options`. The
+dataclass is the type of the constructor's first parameter. A constructor without parameters gets nothing. A ToolSet
+from a file is several tools.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _make_tool(name: str, cfg: ToolsConfig) -> Tool | ToolSet:
 
 
 def own_options(name: str, cfg: ToolsConfig) -> Any | None:
-    """Return the settings of a tool from a file; None for a tool without any. Raises UserError, as for any setting."""
+    """Return the settings of a tool from a file; None for a tool without settings. Raises UserError."""
     made = tool_class(name)
     given = cfg.options_by_tool.get(name, {})
     hints = {} if isinstance(made, FunctionTool) else get_type_hints(made.__init__)
@@ -103,7 +103,7 @@ def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
         else:
             given = {"": schema_of_tool(name)}
             if is_own(name):
-                own_options(name, cfg)  # which raises
+                own_options(name, cfg)  # raises for wrong options
         for schema in given.values():
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", schema.name) or schema.name in {*schemas, *reserved_tags(())}:
                 wrong = f"has the tag {schema.name!r}, which is taken or no name"
@@ -113,12 +113,12 @@ def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
 
 
 def take_counts(tools: Mapping[str, Tool]) -> Counter[str]:
-    """Return the sums of what the tools have counted since the last time, by name."""
+    """Return the sums of the tools' counts since the last call of `take_counts`, by name."""
     return sum((Counter(tool.take_counts()) for tool in tools.values()), Counter())
 
 
 def prices(entries: Iterable[str], names: Sequence[str]) -> dict[str, float]:
-    """Parse tools.price_per_call. Raises UserError for an entry of another form, or for a tool that is not in `names`.
+    """Parse tools.price_per_call. Raises UserError for a malformed entry, or for a tool missing in `names`.
 
     >>> prices(["search=0.0015"], ["python", "search"])
     {'search': 0.0015}
@@ -164,7 +164,7 @@ def is_set(tool: object) -> bool:
 
 
 def schema_of_tool(name: str) -> ToolSchema:
-    """Return the schema of a tool; without one, the tool takes one text. Raises UserError for an unknown name."""
+    """Return the schema of a tool. A tool without a schema takes one text. Raises UserError for an unknown name."""
     tool = tool_class(name)
     if is_set(tool):
         raise UserError(f"{name} is a set of tools; name those of them that you mean, by their tags")
@@ -181,7 +181,7 @@ def schemas_of(tools: Iterable[str] | Mapping[str, ToolSchema]) -> Mapping[str, 
 
 
 def check_offered(prompts: Sequence[Prompt], loaded: Sequence[str], file: str) -> None:
-    """Raise UserError if a row of a file offers a tool that is not loaded. Warn of a loaded tool that no row offers."""
+    """Raise UserError if a row of a file offers a tool not loaded. Warn of a loaded tool offered by no row."""
     check_known(prompts, loaded, file)
     num_offers = Counter(name for prompt in prompts for name in (loaded if prompt.tools is None else prompt.tools))
     for name in loaded:
@@ -190,7 +190,7 @@ def check_offered(prompts: Sequence[Prompt], loaded: Sequence[str], file: str) -
 
 
 def check_known(prompts: Iterable[Prompt], loaded: Sequence[str], file: str) -> None:
-    """Raise UserError if a row offers a tool that is not loaded."""
+    """Raise UserError if a row offers a tool not loaded."""
     for prompt in prompts:
         for name in prompt.tools or ():
             if name not in loaded:
@@ -205,7 +205,7 @@ def make_codec(
 ) -> Codec:
     """Return the codec of protocol.format. `tools` are names, or schemas by name.
 
-    Raises UserError for a chat template with which the format does not work.
+    Raises UserError if the format does not work with the chat template.
     """
     form = form_of(cfg.format)
     if form.template_lists_tools:
@@ -218,7 +218,7 @@ def make_codec(
 
 
 def system_prompt_for(setting: str, tools: Iterable[str] | Mapping[str, ToolSchema], *, form: str = "tags") -> str:
-    """Return the system prompt that offers these tools, if the setting is `default`; else the setting itself.
+    """Return the system prompt with these tools if the setting is `default`. If not, return the setting itself.
 
     `tools` are names, or schemas by name (needed for a ToolSet). `form` is the value of protocol.format.
     """

@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 30.0
 NOT_THE_USERS = str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parent)
 TELL_AFTER_S = 600.0
-"""A rank that does nothing but wait for tools says so each time that this long has passed."""
+"""Interval of the log line from a rank with nothing to do but wait for tools."""
 
 
 @dataclass(frozen=True)
 class MutedTool(Tool):
-    """Answers every call with the same refusal. As a control, it shows whether an agent needs the tool."""
+    """Answers every call with the same refusal. A control experiment: does the agent need the tool?"""
 
     tag: str
 
@@ -42,9 +42,10 @@ class MutedTool(Tool):
 class ToolRunner:
     """Runs tool calls on an asyncio loop in a thread. `collect` returns finished calls without blocking.
 
-    An exception of a tool becomes a result of the kind `exception`, which counts as an infrastructure error. So one
-    such call costs its trajectory, and many end the run (sampling/health.py). `collect` raises, in the caller's thread,
-    only a UserError (the run cannot go on: a refused key, say) and a BaseException that is no Exception.
+    An exception of a tool becomes a result of the kind `exception`, and counts as an infrastructure error. One
+    exception costs its trajectory; many exceptions end the run (sampling/health.py). `collect` raises only two kinds in
+    the caller's thread: UserError (the run cannot go on, for example after a refused key), and BaseExceptions outside
+    Exception.
     """
 
     def __init__(self, tools: dict[str, Tool], prices: Mapping[str, float] | None = None):
@@ -59,19 +60,19 @@ class ToolRunner:
         self._pulse = threading.Event()
         threading.Thread(target=self._watch, name="arpo-tools-watch", daemon=True).start()
         self._logged: set[tuple[str, type]] = set()
-        """Tools and exceptions that the log has had already."""
+        """(tool, type of exception) already logged."""
         self._running: Counter[str] = Counter()
         """Number of running calls, by tool."""
         self.num_pending = 0
         # Identifies the rollout whose calls run. Results for another rollout are not returned by `collect`.
         self._rollout = object()
         self._parked: tuple[object, int, list] | None = None
-        """Set by `park`: rollout, number of calls without a result, results that have come meanwhile."""
+        """Set by `park`: rollout, number of calls without a result, results received since."""
         self.sessions = make_sessions(tools, self._loop, self.prices)
-        """Sessions of the trajectories, in tools that keep a state."""
+        """Sessions of the trajectories, for tools with state."""
 
     def _watch(self) -> None:
-        """End the run if a tool blocks the loop, and thereby all other calls, for too long."""
+        """End the run if a tool blocks the loop for too long, since this blocks all other calls."""
         while not self._closing.wait(1.0):
             self._pulse = pulse = threading.Event()
             with contextlib.suppress(RuntimeError):  # raised once the loop is closed
@@ -79,7 +80,7 @@ class ToolRunner:
                 wait_or_end(pulse, self._blocker)
 
     def _blocker(self) -> str:
-        """Return the tool's function that blocks the loop, in words."""
+        """Return words for the function now blocking the loop."""
         frame = sys._current_frames().get(self._thread.ident)
         blocking = None
         while frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_USERS):
@@ -108,7 +109,7 @@ class ToolRunner:
             self._done.put((rollout, call_id, result))
         except UserError as error:
             self._done.put((rollout, call_id, error))
-        except (Exception, SystemExit) as error:  # an odd call must not end hours of training
+        except (Exception, SystemExit) as error:  # one failed call must not end hours of training
             if (tool.tag, type(error)) not in self._logged:  # a metric counts the others
                 self._logged.add((tool.tag, type(error)))
                 logger.warning("the %s tool raised an exception; its trajectory is dropped", tool.tag, exc_info=error)
@@ -147,7 +148,7 @@ class ToolRunner:
         return finished
 
     def park(self) -> None:
-        """Set running calls and sessions aside until `unpark`. They continue, apart from all that starts meanwhile."""
+        """Set running calls and sessions aside until `unpark`. They continue, separate from all new calls."""
         assert self._parked is None
         self._parked = self._rollout, self.num_pending, []
         self._rollout = object()
@@ -155,7 +156,7 @@ class ToolRunner:
         self.sessions.park()
 
     def unpark(self) -> None:
-        """Take up the calls and sessions that `park` has set aside, if any."""
+        """Return to the calls and sessions set aside by `park`, if any."""
         if self._parked is None:
             return
         assert not self.num_pending
@@ -166,13 +167,13 @@ class ToolRunner:
             self._done.put(result)
 
     def abandon(self) -> None:
-        """Close all sessions, and forget running calls. These run to their end, but `collect` does not return them."""
+        """Close all sessions, and forget running calls. Forgotten calls run to the end, but `collect` ignores them."""
         self._rollout = object()
         self.num_pending = 0
         self.sessions.end_all()
 
     def close(self) -> None:
-        """Close the tools, then the loop. A tool that cannot be closed is only logged: the work is done."""
+        """Close the tools, then the loop. A failure to close a tool is only logged, since the work is done."""
         self.sessions.unpark()
         self.sessions.end_all()
         for tool in self.tools.values():
@@ -184,4 +185,4 @@ class ToolRunner:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLOSE_TIMEOUT_S)
         self._loop.close()
-        self._pulse.set()  # else `_watch` might wait for the last pulse, which the closed loop has not set
+        self._pulse.set()  # `_watch` may wait for the last pulse, and the closed loop cannot set it

@@ -17,14 +17,14 @@ from arpo.protocol.schema import arguments_of
 from arpo.tools.interface import Tool, ToolResult, plain_value
 
 MAX_CONCURRENT = 32
-"""Limit on the calls of one function that run at a time. Waiting for a turn does not count against the deadline."""
+"""Limit on simultaneous calls of one function. Waiting for a turn does not count against the deadline."""
 
 
 class FunctionTool(Tool):
     """Calls a function with the model's arguments. The model reads the returned value, or the exception, as text.
 
-    A coroutine function runs on the loop of the tools. Any other function runs in a thread, which goes on after the
-    deadline: nothing can end it.
+    A coroutine function runs on the loop of the tools. Any other function runs in a thread. After the deadline the
+    thread goes on, since Python cannot end a thread.
     """
 
     def __init__(self, function: Callable[..., Any], *, deadline_s: float = 30.0):
@@ -38,7 +38,7 @@ class FunctionTool(Tool):
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def run(self, argument: str) -> ToolResult:
-        """Answer a call. Raises only the function's own UserError, which says that the run cannot go on."""
+        """Answer a call. Raises only a UserError of the function; this ends the run."""
         arguments = arguments_of(self.schema, argument)
         if isinstance(arguments, str):
             return ToolResult(arguments, ok=False, error_kind="bad_arguments")
@@ -72,7 +72,7 @@ def _text_of(value: Any) -> str:
 
 
 def _plain_or_text(value: Any) -> Any:
-    if isinstance(value, Iterator | AsyncIterator):  # its text would be an address in memory
+    if isinstance(value, Iterator | AsyncIterator):  # str() would only show a memory address
         raise TypeError(f"the function returned a {type(value).__name__}; it must return what that yields")
     try:
         return plain_value(value)
@@ -83,7 +83,7 @@ def _plain_or_text(value: Any) -> Any:
 async def on_thread(name: str, work: Callable[..., Any], *arguments: Any) -> Any:
     """Call `work` in a new thread, and return its value or raise its exception.
 
-    A thread that hangs cannot be ended. But it does not keep the run from ending, as a thread of asyncio's pool would.
+    A hanging thread cannot be ended. But the run can end without it, unlike with a thread of asyncio's pool.
     """
     answer: Future[Any] = Future()
 

@@ -21,24 +21,24 @@ MAX_KIND_CHARS = 60
 
 @dataclass(frozen=True)
 class ToolContext:
-    """Identifies the trajectory and the turn of a call. A tool whose `run` has a parameter `context` gets it."""
+    """Identifies the trajectory and the turn of a call. Passed to a tool if `run` has a parameter `context`."""
 
     prompt_id: str
     trajectory_id: str
     turn: int
-    """Index of the turn that the call ended."""
+    """Index of the turn ended by the call."""
     seed: int = 0
-    """32 bits that depend on the run's seed, the step and the prompt. All trajectories of a group have the same seed,
-    so that they start in the same world."""
+    """32 bits, derived from the run's seed, the step and the prompt. All trajectories of a group have the same seed,
+    and so start in the same world."""
     row: Mapping[str, object] = field(default_factory=dict)
     """The prompt's columns of the data file (Prompt.meta)."""
     history: str = ""
-    """Digest of all calls that the tool's session has answered before, in order; "" before the first call, and for a
-    tool without sessions. Together with the argument, it can be the key of a recorded result."""
+    """Digest of all earlier calls answered by the tool's session, in order; "" before the first call, and for a tool
+    without sessions. History and argument together can be the key of a recorded result."""
 
     @property
     def owner(self) -> tuple[str, str]:
-        """The trajectory, among all of a rollout."""
+        """(prompt_id, trajectory_id): identifies the trajectory within the rollout."""
         return self.prompt_id, self.trajectory_id
 
 
@@ -47,7 +47,7 @@ class ToolResult:
     """The outcome of a call."""
 
     text: str
-    """Text for the model. The rollout escapes and truncates it, even if it has megabytes."""
+    """Text for the model, of any length. The rollout escapes and truncates it."""
     ok: bool
     seconds: float = 0.0
     error_kind: str | None = None
@@ -55,13 +55,13 @@ class ToolResult:
     cost: float = 0.0
     """Price of the call, in the currency of tools.price_per_call."""
     infra_error: bool = False
-    """True for an infrastructure error (backend down, sandbox broken), for which the model is not to blame."""
+    """True for an infrastructure error (backend down, sandbox broken). The model is not to blame."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Facts for a reward beside the text, in the types of JSON: an environment's reward, say."""
+    """Facts for the reward function, in the types of JSON. Example: the reward of an environment."""
     replayed: int = 0
-    """Number of the parent's calls that were run again to give this call its session"""
+    """Number of the parent's calls repeated to rebuild the session for this call."""
     replay_mismatches: int = 0
-    """Number of replayed calls with another answer than the first time"""
+    """Number of replayed calls with a different answer than the first time."""
 
     def of(self, call: ToolCall) -> ToolCall:
         """Return the call with this outcome."""
@@ -74,40 +74,40 @@ class ToolResult:
 class Tool:
     """Base class of a tool. A tool has its own deadline, retries and error texts.
 
-    A class of a user's file need not derive from it: `with_defaults` adds what the class lacks.
+    A class in a user's file need not derive from `Tool`: `with_defaults` adds missing attributes and methods.
     """
 
     tag: str
     """Name of the tool; <tag>argument</tag> calls it."""
     schema: ToolSchema | None = None
-    """What a call takes; None = one text."""
+    """Arguments of a call; None = one text."""
     about: About | None = None
-    """The tool's part of the default system prompt; None = its schema is listed there."""
+    """The tool's part of the default system prompt; None = the prompt lists the schema."""
     make_sessions: Callable[..., Any] | None = None
-    """For a tool with state: makes the `Sessions` (arpo/tools/sessions.py) of all such tools of a run."""
+    """Only for a tool with state: makes the `Sessions` (arpo/tools/sessions.py) for all tools with state of a run."""
 
     async def run(self, argument: str) -> ToolResult:
         """Answer a call. Never raises for a mistake of the model.
 
-        It may have a parameter `context`, a ToolContext. In a tool with state it has a parameter `session`, too.
+        `run` may have a parameter `context` (ToolContext). In a tool with state, `run` also has a parameter `session`.
         """
         raise NotImplementedError
 
     def take_counts(self) -> Mapping[str, int]:
-        """Return what the tool has counted since the last time, by name. It is logged as tools/NAME."""
+        """Return the tool's counts since the last call of `take_counts`, by name. Logged as tools/NAME."""
         return {}
 
     async def aclose(self) -> None:
-        """Release what the tool holds."""
+        """Release the resources of the tool."""
 
 
 def with_defaults(tool: type) -> type[Tool]:
-    """Return a tool's class, or one that derives from it and Tool, so that it has all of the interface."""
+    """Return the class itself if it derives from Tool. If not, return a new class derived from both."""
     return tool if issubclass(tool, Tool) else type(tool)(tool.__name__, (tool, Tool), {"__module__": tool.__module__})
 
 
 class AdaptedTool(Tool):
-    """A tool of a set whose class does not derive from Tool: its attributes and methods, and the defaults."""
+    """Adds Tool's defaults to a tool of a ToolSet, if the tool's class does not derive from Tool."""
 
     def __init__(self, tool: Any):
         vars(self).update({name: getattr(tool, name) for name in dir(tool) if not name.startswith("__")})
@@ -115,10 +115,10 @@ class AdaptedTool(Tool):
 
 @runtime_checkable
 class ToolSet(Protocol):
-    """Several tools from one class of a file, which is made with its options as a tool is."""
+    """Several tools from one class of a file. Made with options, in the same way as a tool."""
 
     def schemas(self) -> Mapping[str, ToolSchema]:
-        """Return what the tools take, by tag. Called before torch is imported, and more than once."""
+        """Return the schemas of the tools, by tag. Called before torch is imported, and more than once."""
 
     def tools(self) -> Mapping[str, Tool]:
         """Return the tools, by tag."""
@@ -132,17 +132,17 @@ def _parameters_of(function: Callable[..., Any]) -> frozenset[str]:
 async def answer(
     tool: Tool, argument: str, context: ToolContext | None, *, session: Any = None, price: float = 0.0
 ) -> ToolResult:
-    """Run a call, with what the tool's `run` has parameters for. The price counts only for a successful answer that was
-    not cached.
+    """Run a call. `context` and `session` are passed if the tool's `run` has these parameters.
 
-    Raises UserError where it returns no ToolResult, and TypeError or ValueError where that holds something else than it
-    should: one odd result costs its trajectory (ToolRunner), and not the run.
+    The price counts only for a successful answer from outside the cache. Raises UserError if `run` returns no
+    ToolResult. Raises TypeError or ValueError for None, and for a ToolResult with values of the wrong type. ToolRunner
+    drops only the trajectory after TypeError or ValueError, and the run goes on.
     """
     # the function behind the method, so that each class of tools is inspected once
     parameters = _parameters_of(tool.run.__func__ if inspect.ismethod(tool.run) else tool.run)
     given = {"context": context, "session": session}
     result = await tool.run(argument, **{name: value for name, value in given.items() if name in parameters})
-    if result is None:  # in one of its branches, perhaps
+    if result is None:  # a forgotten return, perhaps in one branch only
         raise TypeError("run returned None; return a ToolResult")
     if not isinstance(result, ToolResult):
         raise UserError(f"the {tool.tag} tool: run returned {type(result).__name__}; return a ToolResult")
@@ -154,7 +154,7 @@ async def answer(
 def plain(result: ToolResult) -> ToolResult:
     """Return the result in plain types, for dumps, records and tokenizers. Raises TypeError or ValueError.
 
-    NumPy's numbers become Python's, and halves of characters become U+FFFD.
+    NumPy's numbers become Python's. Lone surrogates (halves of a character) become U+FFFD.
     """
     if not isinstance(result.text, str):
         raise TypeError(f"the text of a ToolResult must be str, not {type(result.text).__name__}")

@@ -1,4 +1,4 @@
-"""The <python> tool. It runs the model's code in a jail, and returns output or error as text for the model."""
+"""The <python> tool. Runs the model's code in a jail, and returns output or error as text for the model."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ path = os.path.join(matplotlib.get_cachedir(), f"fontlist-v{FontManager.__versio
 with open(path, "rb") as file:
     print(os.path.relpath(path, os.environ["HOME"]), base64.b64encode(zlib.compress(file.read())).decode())
 """
-"""Prints the name and the content of the file in which matplotlib keeps its list of fonts."""
+"""Prints the name and the content of matplotlib's file with the list of fonts."""
 STDERR = "\n[stderr]\n"
 OVERWRITTEN = re.compile(r"[^\n]*\r(?!\n)")
-"""The earlier states of a progress bar, which its last state has overwritten."""
+"""Matches the overwritten states of a progress bar, all but the last."""
 MAX_STDERR_CHARS = 1000
-"""Limit on the shown stderr of a call that succeeded: warnings and lines of logs."""
+"""Limit on the stderr (warnings, log lines) shown for a successful call."""
 MAX_OUTPUT_CHARS = 8192
-"""Longest result. A longer one is cut, with a mark."""
+"""Longest result. A longer result is cut, and a mark shows the cut."""
 
 
 class PythonTool(Tool):
-    """Runs code like a notebook cell without memory: it shows the output, and the value of a last bare expression.
+    """Runs code like a notebook cell without memory. Shows the output, and the value of a bare last expression.
 
     Two calls share nothing. The same code gives the same text: hash seed, `random` and NumPy are seeded, TZ is UTC.
     """
@@ -63,7 +63,7 @@ class PythonTool(Tool):
     def __init__(self, cfg: PythonConfig, *, tier: Tier | None = None, grace_s: float = GRACE_S):
         """Start the host. Raises UserError if isolation is impossible here, and for unusable limits or interpreters.
 
-        `tier`: for tests, the only tier that is tried.
+        `tier`: the only tier to try, for tests.
         """
         self.cfg = cfg
         try:
@@ -73,7 +73,7 @@ class PythonTool(Tool):
         self.start(tier, grace_s)
 
     def start(self, tier: Tier | None, grace_s: float) -> None:
-        """Start the host, and the threads that wait for it. Raises UserError, as the constructor says."""
+        """Start the host, and the threads waiting for its calls. Raises UserError as the constructor does."""
         cfg = self.cfg
         if wrong := out_of_range(cfg):
             raise UserError(f"{self.setting}.{wrong}")
@@ -97,8 +97,8 @@ class PythonTool(Tool):
                 f"namespaces or Landlock, drop {self.tag} from tools.names, or accept the risk with "
                 f"{self.setting}.allow_unsafe"
             ) from error
-        # Own threads: one per call that runs, the others wait before their clock starts. asyncio's default pool is
-        # shared with everybody and has few.
+        # A separate pool with one thread per running call. Further calls wait before their clock starts. asyncio's
+        # default pool has few threads, and all other code shares them.
         self._threads = ThreadPoolExecutor(cfg.max_concurrent, thread_name_prefix="arpo-python")
         self._fonts: Future[Reply] | None = None
 
@@ -106,7 +106,7 @@ class PythonTool(Tool):
         return CallLimits(wall_s=cfg.wall_s, cpu_s=cfg.cpu_s, memory_bytes=cfg.memory_mib << 20)
 
     async def run(self, argument: str) -> ToolResult:
-        """Run one call. Never raises for what the code does; `infra_error` says that the sandbox itself failed."""
+        """Run one call. Never raises for an error of the code. `infra_error` = the sandbox itself failed."""
         code = strip_fences(argument)
         return refuse(code) or await self._run(code)
 
@@ -114,14 +114,16 @@ class PythonTool(Tool):
         return self._result(await self._on_thread(self.sandbox.run, self.with_font_list(code)))
 
     def with_font_list(self, code: str) -> str:
-        """Return code that plots with matplotlib's list of fonts before it, any other as it is."""
+        """Put matplotlib's list of fonts before code with plots. Return other code unchanged."""
         return self._font_list() + code if PLOTS.search(code) and len(code) < MAX_CODE_BYTES // 2 else code
 
     def _font_list(self) -> str:
-        """Return what gives a call matplotlib's list of fonts, or "" as long as there is none. A call starts without
-        files, so each would search for the fonts, which is half a second of its CPU limit."""
+        """Return a first line of code with matplotlib's list of fonts, or "" while the list is not ready.
+
+        A call starts without files. Without the list each call would search for fonts: half a second of CPU time.
+        """
         if self._fonts is None or (self._fonts.done() and self._fonts.result().status not in ("ok", "error")):
-            self._fonts = self._threads.submit(self.sandbox.run, LIST_FONTS)  # the calls meanwhile do without
+            self._fonts = self._threads.submit(self.sandbox.run, LIST_FONTS)  # meanwhile calls run without it
         is_listed = self._fonts.done() and self._fonts.result().status == "ok"
         return f"{FILE_MARK}{self._fonts.result().stdout.strip()}\n" if is_listed else ""
 
@@ -129,7 +131,7 @@ class PythonTool(Tool):
         return await asyncio.get_running_loop().run_in_executor(self._threads, action, *arguments)
 
     async def aclose(self) -> None:
-        """End the host; calls that still run end with infra_error. Safe to call twice."""
+        """End the host. Running calls end with infra_error. Safe to call twice."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -147,14 +149,14 @@ class PythonTool(Tool):
             behind = f"{STDERR}{warnings}" if warnings else ""
             text = shorten(output, MAX_OUTPUT_CHARS - len(behind)) + behind
             return ToolResult(text.lstrip("\n") or "(no output)", ok=True, seconds=reply.wall_s)
-        # The reason comes first in the budget: it is short, except for a message that the code made long.
+        # The reason gets its room first. It is short, unless the code raised a long message.
         reason = shorten(self._reason(reply), MAX_OUTPUT_CHARS)
         room = MAX_OUTPUT_CHARS - len(reason) - 1
         text = f"{shorten(output, room)}\n{reason}" if output and room > len(CUT) else reason
         return ToolResult(text, ok=False, seconds=reply.wall_s, error_kind=reply.status)
 
     def _reason(self, reply: Reply) -> str:
-        """Return why the code failed, in words that depend on nothing but the code and the limits."""
+        """Return the reason of a failure. The words depend only on the code and the limits."""
         reasons = {
             "timeout": f"TimeoutError: execution exceeded {self.cfg.wall_s:g} seconds",
             "cpu_limit": f"TimeoutError: execution exceeded {self.cfg.cpu_s:g} seconds of CPU time",
@@ -171,7 +173,7 @@ class PythonTool(Tool):
 
 
 def refuse(code: str) -> ToolResult | None:
-    """Return the error for code that no interpreter would take; None for code that may run."""
+    """Return the error for code no interpreter accepts; None for all other code."""
     try:
         encoded = code.encode()
     except UnicodeEncodeError:  # a lone surrogate
@@ -185,7 +187,7 @@ def refuse(code: str) -> ToolResult | None:
 
 
 def shorten(text: str, max_chars: int) -> str:
-    """Return at most `max_chars`, the mark included. The middle is cut out, as results and errors stand at the end."""
+    """Return at most `max_chars`, including the mark. The middle is cut out: results and errors are at the end."""
     if len(text) <= max_chars:
         return text
     keep = max(max_chars - len(CUT), 0)
@@ -194,7 +196,9 @@ def shorten(text: str, max_chars: int) -> str:
 
 
 def strip_fences(argument: str) -> str:
-    """Return the code between Markdown fences, if all of the argument is one fenced block; else the argument. Evenly
-    indented code loses its indentation."""
+    """Return the code inside Markdown fences if the argument is one fenced block. If not, return the argument.
+
+    Common indentation is removed.
+    """
     match = FENCED.match(argument)
     return dedented(match.group(1) if match else argument.strip("\n"))

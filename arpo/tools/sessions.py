@@ -1,4 +1,4 @@
-"""The sessions of tools that keep a state for each trajectory, as the rollout drives them."""
+"""The interface between the rollout and the sessions of tools with state. A session is the state of one trajectory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Owner = tuple[str, str]
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """A call that a session has answered."""
+    """A call answered by a session."""
 
     turn: int
     tag: str
@@ -26,56 +26,57 @@ class RecordedCall:
 
 
 class Sessions:
-    """What the rollout tells of its trajectories. A subclass keeps a session for each; here every method does nothing.
+    """The rollout calls these methods for its trajectories. A subclass keeps one session per trajectory.
 
-    All methods but `call` may be called from any thread, and take effect in the order of the calls.
+    In this base class every method does nothing. All methods except `call` may be called from any thread, and take
+    effect in the order of the calls.
     """
 
     tools: Mapping[str, Tool] = {}
-    """Tools whose calls `call` answers, by tag."""
+    """Tools answered by `call`, by tag."""
 
     async def call(self, tag: str, argument: str, context: ToolContext | None) -> ToolResult:
         """Answer a call in the session of its trajectory."""
         raise KeyError(tag)
 
     def refusal(self, tags: Iterable[str]) -> str:
-        """Return the first of these tools whose session must not branch; "" for none. `tags`: tools of a trajectory."""
+        """Return the first tool with a session that must not branch, or "". `tags`: tools of a trajectory."""
         return ""
 
     def name_of(self, tag: str) -> str:
-        """Return the name of the sessions that answer a tool's calls."""
+        """Return the name of the sessions for a tool's calls."""
         return tag
 
     def mark(self, owner: Owner, turn: int) -> None:
-        """Keep a copy of the current state, before the trajectory's next call: a branch may begin at this turn."""
+        """Copy the current state, before the trajectory's next call. A branch may begin at this turn."""
 
     def fork(self, owner: Owner, turn: int, child: Owner) -> None:
-        """Note that `child` has branched from `owner`, and shares all turns before this one."""
+        """Note a branch: `child` branched from `owner`, and shares all turns before `turn`."""
 
     def retain(self, prompt_id: str, places: Iterable[tuple[int, str]]) -> None:
-        """Drop all copies but those at these (turn, trajectory_id): only there can branches still begin."""
+        """Keep only the copies at these (turn, trajectory_id). Later branches begin only there."""
 
     def end(self, owner: Owner) -> None:
-        """Close the sessions of a trajectory that has ended."""
+        """Close the sessions of an ended trajectory."""
 
     def forget(self, prompt_id: str) -> None:
-        """Drop all copies of a prompt: its trajectories have ended, and none can branch any more."""
+        """Drop all copies of a prompt. All its trajectories have ended, so no branch can begin."""
 
     def end_all(self) -> None:
-        """Cancel running calls, and close all sessions. Blocks until that is done."""
+        """Cancel running calls, and close all sessions. Returns when all are closed."""
 
     def park(self) -> None:
         """Set all sessions aside until `unpark`. Their calls continue."""
 
     def unpark(self) -> None:
-        """Take up the sessions that `park` has set aside, if any."""
+        """Return to the sessions set aside by `park`, if any."""
 
     def records(self) -> list[tuple[Owner, str, list[RecordedCall]]]:
-        """Return (trajectory, name, answered calls) of all sessions; of the parked ones, if any are parked."""
+        """Return (trajectory, name, answered calls) of all sessions. If sessions are parked, return only the parked."""
         return []
 
     def restore(self, owner: Owner, name: str, calls: list[RecordedCall]) -> None:
-        """Give a trajectory a session. It starts with a replay of these calls."""
+        """Give a trajectory a session. The session starts with a replay of these calls."""
 
 
 class NoSessions(Sessions):
@@ -85,9 +86,9 @@ class NoSessions(Sessions):
 def make_sessions(
     tools: Mapping[str, Tool], loop: asyncio.AbstractEventLoop | None, prices: Mapping[str, float]
 ) -> Sessions:
-    """Return the sessions that a tool with state brings (its `make_sessions`), or NoSessions.
+    """Return the sessions made by the first tool with `make_sessions`; NoSessions if no tool has state.
 
-    `loop` runs the calls. None: another process has the sessions, and these only answer `refusal`.
+    `loop` runs the calls. None: another process runs the sessions, and only `refusal` is used here.
     """
     makers = [tool.make_sessions for tool in tools.values() if tool.make_sessions]
     return makers[0](tools, loop, prices) if makers else NoSessions()

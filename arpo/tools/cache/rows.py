@@ -17,7 +17,7 @@ NO_RESULTS = "No search results found."
 """The answer to a query without hits, as in the released cache."""
 PAGE = "page"
 SUMMARY = "summary"
-"""Backend of a recorded page, and of a recorded summary. Other rows have the backend of their search."""
+"""PAGE and SUMMARY: backend of a recorded page, and of a recorded summary. Other rows have the backend of a search."""
 Row = tuple[bytes, str, str, bytes, bool, float]
 """Key, backend, clean query, value (query and text, compressed), True for an answer without hits, time of recording."""
 
@@ -31,7 +31,7 @@ def clean_text(text: str) -> str:
 def clean_query(argument: str) -> str:
     """Return the query on one line, at most MAX_QUERY_CHARS, without control characters and double quotes.
 
-    The released code drops double quotes too, so its cache is hit by the queries that it was recorded with.
+    The released code drops double quotes too, so the released cache answers its recorded queries.
 
     >>> clean_query(' height of\\n"Silver\\x00 Otter" ')
     'height of Silver Otter'
@@ -40,18 +40,18 @@ def clean_query(argument: str) -> str:
 
 
 def cache_key(backend: str, params: dict[str, object], query: str) -> bytes:
-    """Return the hash of a question. `params`: all settings that change the backend's answer."""
+    """Return the hash of a question. `params`: all settings with an effect on the backend's answer."""
     return hashlib.sha256(json.dumps([FORMAT, backend, params, query], sort_keys=True).encode()).digest()
 
 
 def make_row(key: bytes, backend: str, query: str, text: str) -> Row:
-    """Return the row that records this answer now."""
+    """Return a row with this answer, recorded now."""
     value = zlib.compress(json.dumps({"query": query, "text": text}).encode())
     return key, backend, clean_query(query), value, text == NO_RESULTS, time.time()
 
 
 class DamagedEntry(Exception):
-    """The value of a row was damaged after it was written: its checksum is wrong."""
+    """The value of a row is damaged, for example by a disk error: its checksum is wrong."""
 
 
 def unpack(value: bytes) -> tuple[str, str]:

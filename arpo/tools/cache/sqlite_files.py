@@ -1,4 +1,4 @@
-"""Folders for the files that tools build, and a lock for building them."""
+"""Folders for files built by tools, and a lock for building."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NETWORK_FILESYSTEMS = {
     0x47504653: "GPFS",
     0x01021997: "9P",
 }
-"""Names by statfs magic. A write-ahead log needs memory that its users share, which no network file system offers."""
+"""statfs magic -> name. SQLite's write-ahead log needs shared memory, and no network file system offers it."""
 
 
 def network_filesystem(folder: Path) -> str | None:
-    """Return the name of the network file system that holds `folder`; None for a local one."""
+    """Return the name of the network file system of `folder`; None for a local file system."""
     statfs = ctypes.create_string_buffer(256)  # f_type is its first word
     if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(folder), statfs) != 0:
         return None
@@ -50,7 +50,7 @@ def first_writable(paths: list[Path], *, local: bool = False) -> Path:
     for path in paths:
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # A file is made, since permission bits say little for root and on read-only mounts.
+            # Make a file: permission bits are no test for root and for read-only mounts.
             tempfile.TemporaryFile(dir=path.parent).close()
             if not (local and network_filesystem(path.parent)):
                 return path
@@ -58,7 +58,7 @@ def first_writable(paths: list[Path], *, local: bool = False) -> Path:
 
 
 def _is_users(folder: Path) -> bool:
-    """Return False for another user's folder: names in /tmp can be guessed, and a planted file would be read."""
+    """Return False for another user's folder. Another user could guess the name in /tmp and put a file there."""
     try:
         return folder.stat().st_uid == os.getuid()
     except OSError as error:
@@ -67,7 +67,7 @@ def _is_users(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def lock_of(path: Path) -> Iterator[None]:
-    """Run the block in one process at a time for `path`. Raises OSError if the file system has no locks."""
+    """Hold the lock of `path` during the block: one process at a time. Raises OSError without file locks."""
     with path.with_name(path.name + ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

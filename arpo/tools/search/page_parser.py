@@ -1,4 +1,4 @@
-"""The program of the child process that reads the text of a fetched page (arpo/jail/child.py).
+"""The program of a child process (arpo/jail/child.py): extracts the text of a fetched page.
 
 Pages are hostile: some are made to hang a parser or to fill the memory.
 """
@@ -12,7 +12,7 @@ import importlib
 import io
 
 MAX_TEXT_CHARS = 50_000
-"""Longest text of a page; the rest of it is not looked at."""
+"""Longest text of a page. Further text is ignored."""
 _MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 _WIDER = {
     **dict.fromkeys(("iso-8859-1", "latin1", "latin-1", "us-ascii", "ascii"), "cp1252"),
@@ -26,27 +26,27 @@ _WIDER = {
 
 
 def prepare() -> None:
-    for parser in ("trafilatura", "pypdf"):  # in a second, which is not the first page's fault
-        with contextlib.suppress(ImportError):  # plain texts need neither
+    for parser in ("trafilatura", "pypdf"):  # takes a second, and must not count for the first page
+        with contextlib.suppress(ImportError):  # plain texts need no parser
             importlib.import_module(parser)
 
 
 def answer(request: list[str]) -> str:
-    """[page in base64, kind, charset] -> its text; "" for a broken page."""
+    """Answer [page in base64, kind, charset] with the page's text; "" for a broken page."""
     page, kind, charset = request
     try:
         text = extract(base64.b64decode(page), kind, charset)
-    except Exception:  # whatever a broken page does to a parser
+    except Exception:  # a broken page may raise any exception in a parser
         return ""
     return text.encode(errors="replace").decode()
 
 
 def extract(page: bytes, kind: str, charset: str = "") -> str:
-    """Return the main text of a page, at most MAX_TEXT_CHARS; empty where there is none."""
+    """Return the main text of a page, at most MAX_TEXT_CHARS characters; "" for no text."""
     if kind == "html":
         import trafilatura
 
-        # without a charset of the header, trafilatura looks for the page's own
+        # without a charset in the header, trafilatura looks for a charset in the page
         source = decoded(page, charset) if charset or page.startswith(tuple(_MARKS)) else page
         text = trafilatura.extract(source, include_comments=False) or ""
     elif kind == "pdf":
@@ -63,7 +63,7 @@ def extract(page: bytes, kind: str, charset: str = "") -> str:
 
 
 def decoded(page: bytes, charset: str) -> str:
-    """Return a page as text: by its byte order mark, else as the header says, else as UTF-8, else as it looks.
+    """Decode a page. Tries in order: byte order mark, charset of the header, UTF-8, a guess from the bytes.
 
     >>> decoded("Zürich".encode("latin-1"), "iso-8859-1"), decoded("Zürich".encode(), ""), decoded(b"a", "no-charset")
     ('Zürich', 'Zürich', 'a')
@@ -74,7 +74,7 @@ def decoded(page: bytes, charset: str) -> str:
     name = _WIDER.get(name.replace("_", "-"), name)
     for candidate in filter(None, (name, "utf-8")):
         with contextlib.suppress(ValueError, LookupError):
-            "".encode(candidate)  # refuses zlib and the like, which are codecs of bytes
+            "".encode(candidate)  # raises for zlib and other codecs from bytes to bytes
             return codecs.getincrementaldecoder(candidate)().decode(page)  # the last character may have been cut
     with contextlib.suppress(ValueError, LookupError):
         if name:

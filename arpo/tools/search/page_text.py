@@ -1,4 +1,4 @@
-"""The text of a fetched page, and the passage of it that answers a query."""
+"""Extracts the text of a fetched page, and selects the passage for a query."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from arpo.jail.child import Child, ChildDied
 
 MEMORY_BYTES = 2 << 30
 """Limit of the child that parses pages."""
-_TOKEN = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]|\w+")  # a word; in Chinese and the like a character
+_TOKEN = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]|\w+")  # a word; a character in Chinese etc.
 
 
 def best_passage(text: str, needle: str, max_chars: int) -> str:
-    """Return at most `max_chars` characters around the place with most different words of `needle`, closest together.
+    """Return the passage of at most `max_chars` with the most different words of `needle`, closest together.
 
     >>> best_passage("Foxes run. Otters swim in rivers. Owls fly by night.", "do otters swim?", 28)
     '… run. Otters swim in …'
@@ -41,7 +41,7 @@ def best_passage(text: str, needle: str, max_chars: int) -> str:
 
 
 def _cut(text: str, start: int, stop: int) -> str:
-    """Return text[start:stop] without short halves of words at its ends; an ellipsis says that there is more."""
+    """Return text[start:stop] without cut words at the ends. An ellipsis marks omitted text."""
     part = text[start:stop]
     if start > 0 and (broken := re.match(r"\S{0,40}\s+", part)):
         part = part[broken.end() :]
@@ -51,7 +51,7 @@ def _cut(text: str, start: int, stop: int) -> str:
 
 
 class ExtractionError(OSError):
-    """The page has no text, or could not be read within the limits."""
+    """The page has no text, or parsing exceeded the limits."""
 
 
 class Extractor:
@@ -63,7 +63,7 @@ class Extractor:
         self._child = Child(Path(__file__).with_name("page_parser.py"), memory_bytes=MEMORY_BYTES, wall_s=limit_s)
 
     async def text(self, page: bytes, kind: str, charset: str = "") -> str:
-        """Return the main text of a page of a `kind` (html, pdf or plain). `charset` is what its HTTP header names.
+        """Return the main text of a page. `kind`: html, pdf or plain. `charset`: from the page's HTTP header.
 
         Raises ExtractionError.
         """
@@ -73,7 +73,7 @@ class Extractor:
                 text = await asyncio.to_thread(self._child.ask, request)
             except (ChildDied, RuntimeError) as error:
                 raise ExtractionError(f"no text within the limits ({error})") from None
-        if not isinstance(text, str) or not text.strip():  # a child that a page has taken over may say anything
+        if not isinstance(text, str) or not text.strip():  # a hostile page may take over the child and return any value
             raise ExtractionError("no text in it")
         return text
 

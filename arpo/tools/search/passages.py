@@ -1,11 +1,11 @@
-"""Turns the passages that a search found into text for the model."""
+"""Formats the passages of a search as text for the model."""
 
 from __future__ import annotations
 
 from arpo.tools.cache.rows import NO_RESULTS
 
 MAX_PASSAGE_CHARS = 1000
-"""Longest passage or snippet that the model reads."""
+"""Longest passage or snippet shown to the model."""
 
 
 def format_passages(passages: list[str], max_passage_chars: int) -> str:
@@ -16,5 +16,5 @@ def format_passages(passages: list[str], max_passage_chars: int) -> str:
 
 
 def shorten(text: str, max_chars: int) -> str:
-    """Return at most `max_chars` characters; a text that is cut ends in an ellipsis."""
+    """Return at most `max_chars` characters. A cut text ends in an ellipsis."""
     return text if len(text) <= max_chars else text[: max_chars - 1] + "…"

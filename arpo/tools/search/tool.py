@@ -31,10 +31,10 @@ NOT_RECORDED = "Error: there is no recorded result for this query. Try other wor
 
 
 class Backend(Protocol):
-    """Answers clean queries. It raises TimeoutError or OSError if the service is down, never because of the query."""
+    """Answers clean queries. Raises TimeoutError or OSError if the service is down, never because of the query."""
 
     params: dict[str, object]
-    """All settings that change an answer. They are a part of the cache key."""
+    """All settings with an effect on the answer. They are part of the cache key."""
 
     async def search(self, query: str) -> str:
         """Return the text for the model; NO_RESULTS for a query without hits."""
@@ -46,7 +46,7 @@ class LocalBackend:
     """BM25 over the user's own corpus."""
 
     def __init__(self, cfg: SearchConfig):
-        """Build the index if it is missing, which may take long. Raises UserError for an unusable corpus."""
+        """Build a missing index; this may take long. Raises UserError for an unusable corpus."""
         self.top_k = cfg.num_passages
         self.deadline_s = cfg.deadline_s
         self.index = Bm25Index(cfg.corpus)
@@ -71,7 +71,7 @@ BACKENDS: dict[str, Callable[[SearchConfig], Backend]] = {"local": LocalBackend}
 
 
 def check_search(cfg: SearchConfig) -> None:
-    """Raise UserError for settings that cannot search, before any file is opened or any service asked."""
+    """Raise UserError for invalid settings, before any file is opened or any service asked."""
     if cfg.mode == "live" and cfg.backend == "replay":
         raise UserError("tools.search.mode live ignores the cache; backend replay has nothing else; set mode replay")
     if cfg.replays and not cfg.cache:
@@ -86,7 +86,7 @@ def check_search(cfg: SearchConfig) -> None:
 
 
 class SearchTool(Tool):
-    """Answers <search>query</search> with "Page 1: ...". Identical queries that overlap in time are asked once."""
+    """Answers <search>query</search> with "Page 1: ...". Identical queries at the same time are asked once."""
 
     tag = "search"
     about = About(
@@ -97,7 +97,7 @@ class SearchTool(Tool):
     schema = text_schema("search", "Search, and show the passages found.", "query", "What to look for.")
 
     def __init__(self, cfg: SearchConfig):
-        """Raises UserError for a config that cannot work, and for an unusable cache or corpus."""
+        """Raises UserError for an invalid config, and for an unusable cache or corpus."""
         check_search(cfg)
         self.cfg = cfg
         self.cache = open_cache(cfg.cache, read_only=cfg.replays) if cfg.cache and cfg.mode != "live" else None
@@ -116,7 +116,7 @@ class SearchTool(Tool):
             task = self._in_flight[query] = asyncio.create_task(self._answer(query))
             task.add_done_callback(lambda _: self._in_flight.pop(query))
         result = await asyncio.shield(self._in_flight[query])
-        # A call that joined another one asked nobody, so it counts as cached and costs nothing.
+        # A joined call sent no request. So it counts as cached and costs nothing.
         return replace(result, cached=True) if joins and result.ok else result
 
     async def _answer(self, query: str) -> ToolResult:
