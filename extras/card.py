@@ -190,7 +190,7 @@ def _command(name: str, settings: dict[str, Any]) -> str:
 
 
 def _head_of(source: str) -> ModelCardData:
-    """Return what the card of a model folder, or of a model of the Hub in the cache, says of it at its head."""
+    """Return the head of a model's card, from a model folder or from the local cache of the Hub."""
     from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
     try:
@@ -198,7 +198,7 @@ def _head_of(source: str) -> ModelCardData:
         if isinstance(card, str):
             return ModelCard(Path(card).read_text(encoding="utf-8")).data
     except (OSError, ValueError, yaml.YAMLError):
-        pass  # there is none, or none that can be read
+        pass  # no card, or no readable card
     return ModelCardData()
 
 

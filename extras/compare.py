@@ -1,8 +1,8 @@
-"""Compares evaluated runs with the first of them: paired differences on the questions that both answered.
+"""Compares evaluated runs with the first run: paired differences on the questions answered by both.
 
     python -m extras.compare RUN_A RUN_B        # also written to RUN_B/compare.{md,json}
 
-Pairing takes the questions' difficulty out, so that a difference is seen that the two intervals alone would hide.
+Pairing removes the difficulty of the questions. So it can show a difference hidden by the two separate intervals.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from arpo.evals.tables import Table, markdown_report, replace_file, with_interva
 from arpo.start.load import run_or_exit
 
 ByQuestion = dict[str, list[float]]
-"""Question -> `correct` of its samples."""
+"""Question -> `correct` of the samples."""
 Differences = dict[str, list[float]]
-"""Score (accuracy, pass@2, ...) -> run minus reference, a number per question that both answered."""
+"""Score (accuracy, pass@2, ...) -> run minus reference, a number per common question."""
 
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """The parts of a run that a comparison needs."""
+    """The parts of a run for a comparison."""
 
     name: str
     benchmarks: dict[str, ByQuestion]
     graders: dict[str, str]
-    """Benchmark -> the grader, like "f1" or "judge (Qwen2.5-72B)"; numbers of different graders are not compared."""
+    """Benchmark -> grader, like "f1" or "judge (Qwen2.5-72B)". Numbers of different graders are not compared."""
 
 
 def compare_runs(folders: Sequence[str | Path], *, seed: int = 0) -> str:
     """Return the comparison as Markdown, after writing it to the last folder as compare.{md,json}.
 
-    Raises UserError for a folder that holds no evaluation, and where nothing can be compared.
+    Raises UserError for a folder without an evaluation, and if nothing can be compared.
     """
     if len(folders) < 2:
         raise UserError("name at least two run folders; the first is what the others are compared with")
@@ -64,13 +64,13 @@ def compare_runs(folders: Sequence[str | Path], *, seed: int = 0) -> str:
 
 
 def read_evaluated(folder: Path, name: str) -> EvaluatedRun:
-    """Read a run's grades. Raises UserError where the folder holds no finished evaluation."""
+    """Read a run's grades. Raises UserError if the folder has no finished evaluation."""
     with scores_of(folder) as scores:
         graders = {b: f"judge ({s['judge']})" if s["metric"] == "judge" else s["metric"] for b, s in scores.items()}
     benchmarks = {}
     for benchmark in scores:
         grades = read_grades(grades_path(folder, benchmark))
-        # one number in two versions of a test set is two questions
+        # the same number in two versions of a test set means two different questions
         grades = [replace(g, question_id=f"{g.question_id} {g.question_digest}") for g in grades]
         benchmarks[benchmark] = correct_by_question(grades)
     return EvaluatedRun(name, benchmarks, graders)
@@ -78,7 +78,7 @@ def read_evaluated(folder: Path, name: str) -> EvaluatedRun:
 
 @contextmanager
 def scores_of(folder: Path) -> Iterator[dict]:
-    """Yield what a run's scores.json holds. Raises UserError without one, and where its user finds another form."""
+    """Yield the contents of a run's scores.json. Raises UserError for a missing file, or for an unexpected form."""
     try:
         yield json.loads((folder / "scores.json").read_text(encoding="utf-8"))
     except OSError as error:
@@ -88,7 +88,7 @@ def scores_of(folder: Path) -> Iterator[dict]:
 
 
 def compare_pair(run: EvaluatedRun, reference: EvaluatedRun, *, seed: int = 0) -> dict:
-    """Return {benchmarks: name -> numbers, overall: numbers, left_out: lines that say what is not in them}."""
+    """Return {benchmarks: name -> numbers, overall: numbers, left_out: lines about the parts left out}."""
     differences: dict[str, Differences] = {}
     table: dict[str, dict] = {}
     left_out = []
@@ -120,9 +120,9 @@ def compare_pair(run: EvaluatedRun, reference: EvaluatedRun, *, seed: int = 0) -
 
 
 def question_differences(own: ByQuestion, other: ByQuestion) -> Differences:
-    """Return the differences of two runs over the same questions, which stand in the same order.
+    """Return the differences of two runs over the same questions in the same order.
 
-    Pass@k is there only where both have k samples of every question.
+    Pass@k is included only if both runs have k samples of every question.
     """
     fewest = min(len(samples) for samples in [*own.values(), *other.values()])
     found = {"accuracy": [float(np.mean(own[q]) - np.mean(other[q])) for q in own]}
@@ -134,7 +134,7 @@ def question_differences(own: ByQuestion, other: ByQuestion) -> Differences:
 
 
 def estimates(parts: Sequence[Differences], *, seed: int) -> dict[str, dict[str, float]]:
-    """Score -> {difference, low, high}, each a mean over the parts (benchmarks), which all count the same."""
+    """Score -> {difference, low, high}, each a mean over the parts (benchmarks) with equal weights."""
     found = {}
     for score in [score for score in parts[0] if all(score in part for part in parts)]:
         resampled = [bootstrap_means(part[score], seed=(seed, number)) for number, part in enumerate(parts)]

@@ -53,7 +53,7 @@ def load_checkpoint(checkpoint: Path, cfg: ModelConfig, *, base: bool) -> tuple[
     if cfg.lora_rank:
         lora.add_lora(hf, cfg)
     materialize(hf, torch.device("cpu"))
-    hf.tie_weights()  # plain tensors lose it on the way out of meta
+    hf.tie_weights()  # plain tensors lose the tie on the way out of meta
     if cfg.lora_rank and base:
         read_weights(lora.base_parameters(hf), cfg.path)
     trained = {name: p.detach() for name, p in hf.named_parameters() if p.requires_grad}

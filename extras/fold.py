@@ -1,10 +1,10 @@
-"""Folding: a call of <fold> is worked on in a context of its own, of which the policy then reads the answer alone.
+"""Folding: the policy works on a call of <fold> in a new context, and afterwards reads only the answer of this context.
 
     --protocol.format hermes --tools.names python search extras/fold.py:Fold --rollout.context extras/fold.py:fold
 
-All contexts are one response with one reward (arpo/protocol/contexts.py), so that the policy learns what to hand over,
-how to work on it, and what to answer. What stood before a call is computed once in training, though the policy comes
-back.
+All contexts are one response with one reward (arpo/protocol/contexts.py). So the policy learns to choose a subtask, to
+work on the subtask, and to answer. Training computes the text before a call only once, although the policy returns to
+this text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
 class Fold:
-    """The tool: its calls are answered by the policy itself."""
+    """The tool. The policy itself answers the calls."""
 
     tag = "fold"
     about = About(
@@ -47,7 +47,7 @@ class Fold:
 
 
 def fold(evidence: ContextEvidence) -> list[int] | None:
-    """Context policy: a call of <fold> opens a context, and the answer there goes back to where the call was made."""
+    """Context policy: a call of <fold> opens a context, and the answer in this context becomes the call's result."""
     if evidence.codec.format == "tags":
         raise UserError(
             "rollout.context=extras/fold.py:fold: with tags a response has one <answer>; set protocol.format"
@@ -74,7 +74,7 @@ def folds(turn: Turn) -> bool:
 
 
 def behind(evidence: ContextEvidence, turn: Turn) -> list[int]:
-    """Return what the policy had before it in a turn that folded, the turn, and the newest answer as its result."""
+    """Return the policy's context in a folding turn, then the turn, then the newest answer as the turn's result."""
     trajectory, codec = evidence.trajectory, evidence.codec
     contexts = [(0, evidence.prompt.token_ids), *((c.start, c.token_ids) for c in trajectory.contexts)]
     start, before = [context for context in contexts if context[0] <= turn.start][-1]

@@ -1,16 +1,16 @@
-"""A language model's verdict as a reward in training: 1 where it finds the answer right, else 0.
+"""A language model's verdict as a reward in training: 1 for an answer judged right, 0 for an answer judged wrong.
 
     from extras.judge_reward import JudgeReward      # in my_judge.py: --reward.terms answer=1 my_judge.py:judge=0.5
 
     judge = JudgeReward("http://host:8001", "NAME")  # a key: in JUDGE_API_KEY
 
-The judge is that of evaluations (arpo/evals/judge.py). It works beside the rollout, and never holds a step up past its
-deadline:
+Evaluations use the same judge (arpo/evals/judge.py). The judge works beside the rollout, and never delays a step beyond
+the deadline:
 
-    a prompt's trajectories have ended -> `begin` asks about their answers, in a thread of its own
-    the rollout has ended -> the call waits for what is under way, at most deadline_s, and breaks the others off
+    a prompt's trajectories have ended -> `begin` asks about the answers, in a separate thread
+    the rollout has ended -> the call waits for open requests, at most deadline_s, and then cancels the rest
 
-Replies are cached, so that nothing is asked twice. An answer without a verdict is never taken for a wrong one.
+Replies are cached, so no question is asked twice. An answer without a verdict never counts as wrong.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
 CLOSE_TIMEOUT_S = 30.0
 MAX_BY_RULE_SHARE = 0.5
-"""Largest share of answers without a verdict that are scored by rule; of more, a step would learn another reward."""
+"""Largest share of answers scored by rule for lack of a verdict. With more, a step would learn another reward."""
 Score = dict[str, float | str | None]
 
 
@@ -52,12 +52,12 @@ class JudgeReward:
         form: str = "tags",
     ):
         """url, model: of an OpenAI-compatible server.
-        fallback: what an answer without a verdict (late, failed, unclear) gets: rule = its accuracy by rule, unless
-            more than half of the answers lack one; drop = nothing, and its trajectory is not trained on.
-        deadline_s: longest time of one judgement, and that a step waits for verdicts once its rollout has ended.
+        fallback: score of an answer without a verdict (late, failed, unclear): rule = accuracy by rule, unless more
+            than half of the answers lack a verdict; drop = no score, and the trajectory is not trained on.
+        deadline_s: longest time of one judgement; also the longest wait of a step for verdicts after the rollout.
         max_concurrent: requests of a rank under way at the same time.
-        cache: SQLite file of the judge's replies, which runs may share.
-        form: the run's protocol.format, which says where an answer stands.
+        cache: SQLite file of the judge's replies. Runs may share the file.
+        form: the run's protocol.format, to find the answer in a response.
         """
         require(fallback in ("rule", "drop"), f"fallback={fallback!r} must be rule or drop")
         require(deadline_s > 0, f"deadline_s={deadline_s} must be above 0")
@@ -66,23 +66,23 @@ class JudgeReward:
         self._judge: Judge | None = None
         self._client: HttpClient | None = None
         self._asked: dict[str, Future[tuple[Verdict, float]]] = {}
-        """The judge's prompt -> verdict and seconds. Equal answers are asked about once."""
+        """The judge's prompt -> verdict and seconds. Equal answers are judged once."""
 
     def begin(self, group: Group) -> None:
-        """Begin to judge a group whose trajectories have all ended."""
+        """Begin to judge a group. All trajectories of the group must have ended."""
         for t in group.trajectories:
             if task := self._task(t, group.prompt):
                 self._begin(task)
 
     def __call__(self, trajectories: list[Trajectory], prompts: list[Prompt]) -> list[Score]:
-        """Return 1 or 0 for each trajectory, and None where there is no verdict, nor a rule that may stand in."""
+        """Return 1 or 0 for each trajectory; None without a verdict, if no rule may replace the verdict."""
         tasks = [self._task(t, prompt) for t, prompt in zip(trajectories, prompts, strict=True)]
         for task in filter(None, tasks):
             self._begin(task)
         asked = {task.prompt: self._asked[task.prompt] for task in tasks if task}
         wait(asked.values(), timeout=self.deadline_s)
         for prompt, future in asked.items():
-            future.cancel()  # of those that are done nothing changes
+            future.cancel()  # no effect on finished futures
             del self._asked[prompt]
         scores = [
             _score(asked[task.prompt]) if task else _unasked(t) for t, task in zip(trajectories, tasks, strict=True)
@@ -96,7 +96,7 @@ class JudgeReward:
         return scores
 
     def _task(self, t: Trajectory, prompt: Prompt) -> JudgeTask | None:
-        """Return what is to be asked about a trajectory; None where it has no answer, or an error of ours ended it."""
+        """Return the judge's task for a trajectory; None without an answer, or after an infrastructure error."""
         prediction = extract_prediction(t.segments, self.form)
         if not prediction or t.stop_reason == StopReason.ERROR:
             return None
@@ -109,7 +109,7 @@ class JudgeReward:
             self._asked[task.prompt] = asyncio.run_coroutine_threadsafe(self._ask(task), self._loop)
 
     def _open(self) -> None:
-        """Reach the judge: when it is tried on an invented answer, before the run."""
+        """Connect to the judge. This happens before the run, in the trial with an invented answer."""
         judge = Judge(self.cfg, self.cfg.cache, deadline_s=self.deadline_s)
         judge.probe()
         self._judge, self._slots = judge, asyncio.Semaphore(self.cfg.max_concurrent)
@@ -133,7 +133,7 @@ class JudgeReward:
             return verdict, time.perf_counter() - started
 
     def close(self) -> None:
-        """Break off what is under way; close the client, the loop and the cache. Safe to call twice."""
+        """Cancel open requests; close the client, the loop and the cache. Safe to call twice."""
         if self._judge is None:
             return
 
@@ -156,7 +156,7 @@ class JudgeReward:
 
 
 def _score(asked: Future[tuple[Verdict, float]]) -> Score:
-    """Return what a judgement, which has ended or was broken off, says."""
+    """Return the score of a finished or cancelled judgement."""
     if asked.cancelled():
         return {"score": None, "no_verdict": 1.0, "reason": "judge_late"}
     verdict, seconds = asked.result()

@@ -58,11 +58,11 @@ def run(script: str) -> NoReturn:
 
 
 def torchrun() -> None:
-    """Be torchrun, which says nothing where a signal ends the run: its ranks do."""
+    """Be torchrun, without torchrun's warnings if a signal ends the run: the ranks report the signal."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main
 
-    logging.disable(logging.WARNING)  # which process it sends which signal
+    logging.disable(logging.WARNING)  # torchrun logs each signal sent to a process
     try:
         main()
     except SignalException as error:

@@ -80,16 +80,17 @@ NUM_QUESTIONS, PUBLISHED, TEN_AVERAGES, OTHERS = _read()
 
 
 def papers_table(scores: Mapping[str, Scores]) -> Table:
-    """A row per benchmark, split, score and grader: our number, the papers', in what they differ, what others measured.
+    """A row per benchmark, split, score and grader: our number, the papers' numbers, the differences in the setup, and
+    other people's measurements.
 
-    `scores` are by benchmark; the name of a judge stands in them as "judge".
+    `scores`: benchmark -> scores; the key "judge" has the name of the judge.
     """
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, whole in scores.items():
         for theirs in published_for(name):
             split = theirs.benchmark.partition(": ")[2]
             ours = whole.get("splits", {}).get(split, {}) if split else whole
-            # their F1 stands beside our F1 even where a judge has graded ours
+            # the papers' F1 belongs beside our F1, even if a judge has graded our answers
             by_f1 = theirs.metric == F1 and "f1" in ours
             value = ours.get("f1" if by_f1 else "accuracy" if theirs.score == "pass@1" else theirs.score)
             grader = "f1" if by_f1 else whole["metric"]

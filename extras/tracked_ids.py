@@ -1,4 +1,4 @@
-"""The id of a run at a tracker, which RUN/trackers.json keeps: a continued run goes on in the same one."""
+"""The id of a run at a tracker, kept in RUN/trackers.json: a continued run continues the same run of the tracker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IDS = "trackers.json"
 
 
 def id_of(run: TrackedRun, tracker: str) -> str:
-    """Return the id of the run there; a new run gets a new one."""
+    """Return the id of the run at the tracker. A new run gets a new id."""
     path = run.folder / IDS
     ids = json.loads(path.read_text()) if path.exists() else {}
     if not run.resume_step or tracker not in ids:

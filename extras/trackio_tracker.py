@@ -1,7 +1,7 @@
 """Trackio as a tracker: `--run.trackers tensorboard extras/trackio_tracker.py:Trackio` (`pip install -e '.[trackio]'`).
 
-It is local, in its own folder (TRACKIO_DIR), or on the Space or server that its environment names. The project is
-TRACKIO_PROJECT, else arpo-torch. Texts are left to TensorBoard and the viewer.
+Trackio writes to a local folder (TRACKIO_DIR), or to the Space or server named in Trackio's environment variables. The
+project is TRACKIO_PROJECT, by default arpo-torch. TensorBoard and the viewer show the texts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from extras.tracked_ids import id_of
 
 
 class Trackio:
-    """A run of Trackio, which a continued run goes on in."""
+    """A run of Trackio. A continued training continues the same run."""
 
     def __init__(self, run: TrackedRun):
         project = os.environ.get("TRACKIO_PROJECT") or "arpo-torch"

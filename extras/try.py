@@ -1,10 +1,10 @@
-"""Runs a function of yours over a dump of a run, and prints what it would have done: no model, no GPU, seconds.
+"""Runs a custom function over a dump of a run, and prints the results. Needs no model and no GPU, and takes seconds.
 
     python -m extras.try my_rules.py:spikes runs/NAME/trajectories/step_000010.jsonl.gz
 
 The function is a branching rule or a retrospective selector (branching.selector), an estimator (advantage.kind), a tree
-credit (advantage.tree) or a reward (reward.file). What it returns is checked as in a training: types, lengths, ranges,
-finite numbers. Its config section has the values of the run that made the dump.
+credit (advantage.tree) or a reward (reward.file). The results are checked as in a training: types, lengths, ranges,
+finite numbers. The function's config section has the values of the dump's run.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ OPTIONS = ("branching.selector", "advantage.kind", "advantage.tree", "reward.fil
 RULE_NAMES = {field.name for field in fields(Evidence)} | {"delta_entropy"}
 ESTIMATOR_NAMES = {field.name for field in fields(GroupEvidence)} - {"trajectories"}
 NUM_SHOWN = 5
-"""Number of single results that are printed."""
+"""Number of single results to print."""
 Lines = Iterator[str]
 
 
 def report(value: str, dump: Path, option: str = "", budget: int = 0) -> list[str]:
-    """Return what a function, FILE.py:NAME, does with a dump. option: what it is for; "" = read off the function.
+    """Return the results of a function, FILE.py:NAME, for a dump. option: the function's option; "" = read off the
+    function.
 
-    budget: forks that a retrospective selector may choose in a group; 0 = as many as the dump has branches there, or
-    half as many as it has roots. Raises UserError.
+    budget: most forks of a retrospective selector in a group; 0 = the number of branches of the group in the dump, or
+    half the number of its roots. Raises UserError.
     """
     if not is_own(value):
         raise UserError(f"{value}: name a function as FILE.py:NAME")
@@ -69,7 +70,7 @@ def report(value: str, dump: Path, option: str = "", budget: int = 0) -> list[st
 
 
 def option_of(value: str, function: Callable) -> str:
-    """Return the option that a function is for, by its parameters' names and types, and by what it looks at."""
+    """Return a function's option, by the names and types of the parameters, and by the attributes read in the code."""
     parameters = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     names, first = tuple(p.name for p in parameters), parameters[0] if parameters else None
     if len(names) != 2 or names in (ONE, ALL):
@@ -87,7 +88,7 @@ def option_of(value: str, function: Callable) -> str:
 
 
 def _attributes_of(function: Callable, name: str) -> set[str]:
-    """Return the attributes that a function reads from its parameter `name`; none where its source is not there."""
+    """Return the attributes of parameter `name` read by a function; empty if the source is not available."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
@@ -97,12 +98,12 @@ def _attributes_of(function: Callable, name: str) -> set[str]:
 
 
 def groups_of(dump: Path) -> list[Group]:
-    """Return the groups of a dump. Raises UserError for one that is empty or damaged."""
+    """Return the groups of a dump. Raises UserError for an empty or damaged dump."""
     groups: list[Group] = []
     for place, trajectory, row in read_dump(dump):
         group = groups[-1] if groups else None
         known = {t.trajectory_id for t in group.trajectories} if group else ()
-        # One prompt may come twice in a step: a path that comes again starts the next group.
+        # One prompt may come twice in a step: a repeated path starts the next group.
         if group is None or group.prompt.prompt_id != trajectory.prompt_id or trajectory.trajectory_id in known:
             try:
                 prompt = Prompt(trajectory.prompt_id, row["messages"], row["answers"], row["data_source"])
@@ -116,7 +117,7 @@ def groups_of(dump: Path) -> list[Group]:
 
 
 def of_run(dump: Path, section: type) -> Any:
-    """Return a config section as the run that made the dump has it; the defaults where there is no run around it."""
+    """Return a config section of the dump's run; the defaults if the dump is not in the folder of a run."""
     prefix = section.__name__.removesuffix("Config").lower()
     settings = begun_settings(dump.resolve().parent.parent)
     names = {field.name for field in fields(section)} - {"selector", "kind", "tree"}
@@ -127,11 +128,11 @@ def of_run(dump: Path, section: type) -> Any:
 
 
 def try_rule(groups: Sequence[Group], cfg: BranchingConfig) -> Lines:
-    """Judge each tool result that a trajectory could have branched at."""
+    """Judge each tool result with a possible branch."""
     found, recorded, num_unmeasured = [], Counter(), 0
     for t in (t for group in groups for t in group.trajectories):
         own = [number for number, turn in enumerate(t.turns) if not turn.inherited]
-        for number in own[1:]:  # the first own turn of a branch was its parent's to judge; a root's follows no result
+        for number in own[1:]:  # a branch's first own turn was judged at the parent; a root's follows no result
             turn = t.turns[number]
             if turn.entropy is None or not turn.token_entropies:
                 num_unmeasured += 1
@@ -191,7 +192,7 @@ def try_credit(groups: list[Group], cfg: AdvantageConfig) -> Lines:
     """Share the advantages of each group's trajectories among their tokens."""
     check_rewards(groups)
     unknown = [group for group in groups if any(t.advantage is None for t in trained_on(group))]
-    assign_advantages(unknown, replace(cfg, tree="soft"))  # a validation's dump has none
+    assign_advantages(unknown, replace(cfg, tree="soft"))  # the dump of a validation has no advantages
     rows = []
     for group in groups:
         credits = token_advantages(group, cfg.tree, cfg)
@@ -210,7 +211,7 @@ def try_credit(groups: list[Group], cfg: AdvantageConfig) -> Lines:
 
 
 def try_reward(value: str, groups: Sequence[Group]) -> Lines:
-    """Score each trajectory anew, and compare with what the dump has."""
+    """Score each trajectory anew, and compare with the rewards of the dump."""
     pairs = [(t, group.prompt) for group in groups for t in group.trajectories]
     results = custom_results(load_custom("reward.file", value), pairs)
     totals = [result.total for result in results if result.total is not None]

@@ -1,4 +1,4 @@
-"""Import of the released code's checkpoints (verl, FSDP) to Hugging Face folders, from which every script starts.
+"""Imports the released code's checkpoints (verl, FSDP) to Hugging Face folders. Every script can start from these.
 
     python -m extras.verl_import RUN/global_step_100/actor OUT [--model FOLDER]
 

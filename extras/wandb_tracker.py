@@ -1,7 +1,7 @@
 """Weights & Biases as a tracker (`pip install -e '.[wandb]'`): `--run.trackers extras/wandb_tracker.py:Wandb`.
 
-WANDB_MODE=offline writes to RUN/wandb alone. The project is WANDB_PROJECT, else arpo-torch. The key is wandb's
-business: it is in none of our files.
+WANDB_MODE=offline writes to RUN/wandb alone. The project is WANDB_PROJECT, by default arpo-torch. Only wandb handles
+the key: no file of a run has the key.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from wandb import Histogram, Html, Settings, init  # a mere folder, like the one that wandb makes, has none of them
+from wandb import Histogram, Html, Settings, init  # fails for a mere folder `wandb`, like a run's
 
 from arpo.config.facts import leaves
 from arpo.log.trackers import TrackedRun
@@ -21,7 +21,7 @@ LOGIN_TIMEOUT_S = 30.0
 
 
 class Wandb:
-    """A run of Weights & Biases, which a continued run goes on in."""
+    """A run of Weights & Biases. A continued training continues the same run."""
 
     def __init__(self, run: TrackedRun):
         # its console capture would tear progress bars; and no prompt for a key may hold a run up
@@ -30,7 +30,7 @@ class Wandb:
             project=os.environ.get("WANDB_PROJECT") or "arpo-torch", name=run.folder.name, id=id_of(run, "wandb"),
             resume="allow", dir=str(run.folder), config=leaves(run.config), settings=settings,
         )  # fmt: skip
-        # its own step must never fall, but a run that was killed does steps again; so ours is a number like the others
+        # wandb's step must never decrease, but a killed run repeats steps. So our step is an ordinary value.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self.where = f"wandb: {self._run.url}" if self._run.url else f"wandb sync {Path(self._run.dir).parent}"
@@ -40,7 +40,7 @@ class Wandb:
         self._run.log({**values, **drawn, "step": step})
 
     def text(self, step: int, name: str, text: str) -> None:
-        pre = f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'  # what a model wrote is shown, not obeyed
+        pre = f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'  # escaped: the model's text is never HTML
         self._run.log({name: Html(pre, inject=False), "step": step})
 
     def close(self) -> None:

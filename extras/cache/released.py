@@ -1,4 +1,4 @@
-"""Caches in the released format, which is one JSON object, query -> text, and what the command line does with caches.
+"""Caches in the released format (one JSON object, query -> text), and the commands of the cache's command line.
 
 --tools.search.cache extras/cache/released.py:ReleasedCache=search_cache.json
 """
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 
 class ReleasedCache(CacheFile):
-    """A .json file in the released format, imported into a SQLite file, again only when it has changed.
+    """A .json file in the released format, imported into a SQLite file. A changed .json file is imported again.
 
-    For writing that file lies beside it, where its owner finds what a run has recorded (or, where that folder is
-    read-only or on a network, in the user's cache folder). Who only reads leaves nothing beside it, and reads what was
-    recorded there.
+    A writer puts the SQLite file beside the .json file, so that the owner finds the recorded results. If this folder is
+    read-only or on a network, the SQLite file is in the user's cache folder. A reader writes nothing beside the .json
+    file, but reads the results recorded there.
     """
 
     def __init__(self, source: str | Path, *, read_only: bool = False, setting: str = "tools.search.cache"):
-        """Raises UserError for a file that is not there or cannot be imported; see also `CacheFile`."""
+        """Raises UserError if the file is missing or cannot be imported; see also `CacheFile`."""
         source = Path(source)
         if not source.is_file():
             raise UserError(f"{source}: there is no such file; set {setting} to an existing cache")
@@ -55,7 +55,7 @@ class ReleasedCache(CacheFile):
             super().__init__(target, read_only=True, setting=setting)
 
     def replace_imported(self, entries: dict[str, str], source_stat: os.stat_result) -> int:
-        """Import query -> text entries, all or none, in place of those imported before. Return their number."""
+        """Replace all imported entries by these (query -> text), completely or not at all. Return the number."""
         rows = list(imported_rows(entries))  # compressed before the file is locked
         with self.connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -67,7 +67,7 @@ class ReleasedCache(CacheFile):
             return connection.executemany(ADD, rows).rowcount
 
     def has_imported(self, source_stat: os.stat_result) -> bool:
-        """Return whether a released file of that size and time has been imported."""
+        """Return whether a released file of this size and time has been imported."""
         sql = "SELECT 1 FROM imports WHERE (source_bytes, source_mtime_ns) = (?, ?)"
         return bool(self.connection().execute(sql, (source_stat.st_size, source_stat.st_mtime_ns)).fetchone())
 
@@ -113,7 +113,7 @@ def read_released(path: Path) -> dict[str, str]:
 
 
 def write_released(cache: Cache, path: Path) -> int:
-    """Write the first answer to each search query in the released format. Return their number."""
+    """Write the first answer to each search query in the released format. Return the number of answers."""
     entries: dict[str, str] = {}
     for _, backend, _, value, _, _ in _intact(cache):
         if backend not in (PYTHON, PAGE, SUMMARY, MCP):
@@ -125,15 +125,15 @@ def write_released(cache: Cache, path: Path) -> int:
 
 
 def merge(cache: Cache, other: str | Path) -> int:
-    """Add the entries of another cache (another node's, say). Return the number of new ones."""
-    source = open_cache(other, read_only=True)  # raises UserError where it is none, or corrupt
+    """Add the entries of another cache (another node's, say). Return the number of new entries."""
+    source = open_cache(other, read_only=True)  # raises UserError for a missing or corrupt cache
     num_new = cache.add(_intact(source))
     source.close()
     return num_new
 
 
 def _intact(cache: Cache) -> Iterator[Row]:
-    """Yield the rows that are not damaged; a warning at the end says how many are."""
+    """Yield the intact rows. At the end, warn about the number of damaged rows."""
     num_damaged = 0
     for row in cache.rows():
         try:
@@ -147,7 +147,7 @@ def _intact(cache: Cache) -> Iterator[Row]:
 
 
 def stats(cache: Cache) -> list[str]:
-    """Return lines that say what the cache holds."""
+    """Return a description of the cache's contents, as lines."""
     facts = [(backend, len(value), bool(negative), s) for _, backend, _, value, negative, s in cache.rows()]
     backends, sizes, negatives, times_s = zip(*facts, strict=True) if facts else [()] * 4
     lines = [f"entries     {len(facts)}"]

@@ -2,12 +2,13 @@
 
     tools.search.cache: extras/redis/cache.py:RedisCache=redis://host:port/db
 
-Its keys there are
+The keys in the server are
 
     arpo:cache:1:entry:<key>     hash {id, backend, query, value, negative, created_s}, as a row of the file
     arpo:cache:1:query:<sha256>  list of the entries of a query, in the order of recording
 
-A server that is lost in mid-run costs a recording run its cache until it is back; a replay ends with a UserError.
+If the server is lost during a run, a recording run continues without cache until the server is back. A replay ends with
+a UserError.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MAX_PAUSE_S = 60.0
 _BATCH = 1000
 """Most commands of one round trip."""
 
-# One step of the server, so that the first answer wins among all nodes, and no writer leaves half an entry.
+# One atomic step of the server: the first answer of all nodes wins, and no writer leaves half an entry.
 _PUT = """
 local old = redis.call('HMGET', KEYS[1], 'negative', 'created_s')
 if old[1] and not (old[1] == '1' and tonumber(old[2]) < tonumber(ARGV[1])) then return 0 end
@@ -48,10 +49,10 @@ class RedisCache(Cache):
 
     remedy = "see that the server runs"
     rate_limit = RedisRateLimit
-    """The limit that the searches of all ranks share, in the same server."""
+    """The rate limit shared by the searches of all ranks, in the same server."""
 
     def __init__(self, url: str, *, read_only: bool = False, setting: str = "tools.search.cache"):
-        """Raises UserError where no server answers, or redis-py is not installed."""
+        """Raises UserError if no server answers, or if redis-py is not installed."""
         super().__init__(describe(url), read_only=read_only)
         self._pause_s = 0.0
         self._client = connect(url, setting)
@@ -62,7 +63,7 @@ class RedisCache(Cache):
         self._put = self._client.register_script(_PUT)
 
     def get(self, key: bytes, query: str) -> str | None:
-        """Return the answer recorded under `key`, else an imported one for the query."""
+        """Return the answer recorded under `key`. If there is none, return an imported answer to the query."""
         oldest_negative_s = 0.0 if self.read_only else time.time() - NEGATIVE_TTL_S
 
         def find() -> str | None:
@@ -74,15 +75,15 @@ class RedisCache(Cache):
         return self.guarded(find)
 
     def get_any(self, query: str) -> str | None:
-        """Return the first recorded answer to the query, whichever backend gave it."""
+        """Return the first recorded answer to the query, from any backend."""
         return self.guarded(lambda: next((unpack(row[3])[1] for row in self._rows_of(query)), None))
 
     def put(self, key: bytes, backend: str, query: str, text: str) -> None:
-        """Keep an answer unless there is one already; it replaces an expired "no results"."""
+        """Record an answer, unless the key already has an answer. An expired "no results" is replaced."""
         self.write(lambda: self.add([make_row(key, backend, query, text)], replace_older_s=NEGATIVE_TTL_S))
 
     def give_up(self, error: Exception) -> None:
-        """Go on without the server for a second, and for twice as long each time that it is still away, up to a minute.
+        """Continue without the server for one second. Double the time with each failed attempt, up to one minute.
         Raises UserError in a replay."""
         before_s = self._use_again_s
         super().give_up(error)
@@ -94,7 +95,7 @@ class RedisCache(Cache):
         return isinstance(error, self._refusals)
 
     def add(self, rows: Iterable[Row], *, replace_older_s: float = float("inf")) -> int:
-        """Add the rows whose keys are new or have a "no results" older than `replace_older_s`. Return their number."""
+        """Add a row if its key is new, or has a "no results" older than `replace_older_s`. Return the number added."""
         oldest_s, num_new = time.time() - replace_older_s, 0
         for batch in _batches(rows):
             with self._client.pipeline(transaction=False) as pipeline:

@@ -1,4 +1,4 @@
-"""A connection to a Redis server, for what the processes of several nodes share: the cache and the rate limit."""
+"""A connection to a Redis server. The processes of several nodes share the cache and the rate limit there."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ PREFIX = "arpo:"
 
 
 def connect(url: str, setting: str) -> redis.Redis:
-    """Return a client whose server has answered; thread-safe, and usable after a fork. `setting` is the config field.
+    """Return a client after a first answer of the server; thread-safe, and usable after a fork. `setting` is the config
+    field.
 
-    Raises UserError where redis-py is missing, the address makes no sense, or nobody answers there.
+    Raises UserError if redis-py is missing, the address is invalid, or no server answers.
     """
     if urlsplit(url).password:
         fix = f"configs are saved, so set it in the environment as {PASSWORD_VARIABLE}"

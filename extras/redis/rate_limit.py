@@ -1,4 +1,4 @@
-"""A rate limit in a Redis server, which the processes of several nodes share."""
+"""A rate limit in a Redis server, shared by the processes of several nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from extras.redis.client import PREFIX, connect, describe
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 60.0
-# The server's clock, so that nodes need not agree on the time. The key goes when that time has passed.
+# Uses the server's clock, so the clocks of the nodes may differ. The key expires after the reserved time.
 _TAKE = """
 local parts = redis.call('TIME')
 local now = tonumber(parts[1]) + tonumber(parts[2]) / 1e6
@@ -24,10 +24,10 @@ return tostring(mine - now)
 
 
 class RedisRateLimit(LocalRateLimit):
-    """A limit in a Redis server, shared by all processes that use the same `name` there."""
+    """A limit in a Redis server, shared by all processes with the same `name`."""
 
     def __init__(self, url: str, name: str, calls_per_s: float, *, setting: str = "tools"):
-        """Raises UserError where the server cannot be reached; `setting` is the config field that it names."""
+        """Raises UserError if the server cannot be reached; the message names `setting`, the config field."""
         super().__init__(calls_per_s)
         self.name, self.url = name, url
         self._client = connect(url, setting)
@@ -35,11 +35,11 @@ class RedisRateLimit(LocalRateLimit):
         self._again_s = 0.0  # by time.monotonic()
 
     def take(self) -> float:
-        """Take the next turn; return the seconds until it comes. Raises redis.RedisError."""
+        """Take the next turn; return the seconds until this turn. Raises redis.RedisError."""
         return float(self._script(keys=[f"{PREFIX}rate:{self.name}"], args=[repr(self.calls_per_s)]))
 
     async def acquire(self) -> None:
-        """Return when the next call may start. A process that loses the server limits itself alone for a minute."""
+        """Wait until the next call may start. If the server is lost, the process uses a local limit for a minute."""
         import redis
 
         if time.monotonic() >= self._again_s:

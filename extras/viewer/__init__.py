@@ -1,1 +1,1 @@
-"""The trajectory viewer, which turns a dump into one static page."""
+"""The trajectory viewer turns a dump into one static page."""

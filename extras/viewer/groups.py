@@ -1,6 +1,6 @@
 """The groups of a dump as the viewer shows them, read and checked line by line.
 
-Reads dumps of older versions too: what those do not have (token texts, token entropies) the page leaves out.
+Dumps of older versions are read too. The page leaves out fields missing there (token texts, token entropies).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHOWN = (
     "trajectory_id", "parent_id", "fork_at", "stop_reason",
     "reward", "reward_parts", "reward_reason", "kl_penalty", "advantage",
 )  # fmt: skip
-"""Fields of a trajectory that the page shows as they are."""
+"""Fields of a trajectory shown unchanged on the page."""
 DIGITS = 3
 """Decimals of a token's logprob and entropy (nats) on the page; the dump has all."""
 
@@ -39,11 +39,10 @@ class Head:
 
 
 def read_groups(dumps: Sequence[Path], grades: Path | None, max_groups: int) -> tuple[list[dict], int]:
-    """Return the first `max_groups` groups as the page shows them, and the number of groups in the dumps.
+    """Return the first `max_groups` groups in the form of the page, and the number of groups in the dumps.
 
-    A dump has one trajectory a line, group after group. `grades`: the file of an evaluation's grades, where there is
-    one; they stand in the place of the rewards. Raises UserError with the line's number where a line is not a whole,
-    consistent trajectory.
+    A dump has one trajectory per line, group after group. `grades`: the file of an evaluation's grades, if any; grades
+    replace the rewards. Raises UserError with the line number if a line is not a complete, consistent trajectory.
     """
     graded = {(grade.question_id, grade.sample): grade for grade in read_grades(grades)} if grades else {}
     groups: list[dict] = []
@@ -58,7 +57,7 @@ def read_groups(dumps: Sequence[Path], grades: Path | None, max_groups: int) -> 
             view = trajectory_view(trajectory) | {"grade": asdict(grade) if grade else None}
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(f"{place}: not a trajectory ({brief(error)}); drop the line or dump again") from None
-        # One prompt may come twice in a step: a path that comes again starts the next group.
+        # One prompt may come twice in a step: a repeated path starts the next group.
         if trajectory.prompt_id != prompt_id or trajectory.trajectory_id in seen:
             prompt_id, seen, num_groups = trajectory.prompt_id, set(), num_groups + 1
             if num_groups <= max_groups:
@@ -74,7 +73,7 @@ def read_groups(dumps: Sequence[Path], grades: Path | None, max_groups: int) -> 
 
 
 def head_of(row: dict) -> dict:
-    """Return what the page shows of a group besides its trajectories. Raises KeyError and TypeError.
+    """Return the data of a group for the page, without trajectories. Raises KeyError and TypeError.
 
     Older dumps have neither messages nor a source.
     """
@@ -85,8 +84,8 @@ def head_of(row: dict) -> dict:
 
 
 def put_beside(groups: list[dict], others: list[dict], name: str) -> None:
-    """Add another run's trajectories of the same prompts to the groups, their ids with its name behind them. A group's
-    summary stays its own. Raises UserError where they have no prompt in common."""
+    """Add another run's trajectories of the same prompts to the groups. The name of the other run is appended to the
+    ids. The summary of a group does not change. Raises UserError if the runs have no prompt in common."""
     found: dict[str, list[dict]] = {group["prompt_id"]: group["trajectories"] for group in others}
     if not any(group["prompt_id"] in found for group in groups):
         raise UserError(f"{name}: has none of these prompts; compare runs over the same file")
@@ -97,9 +96,9 @@ def put_beside(groups: list[dict], others: list[dict], name: str) -> None:
 
 
 def trajectory_view(t: Trajectory) -> dict:
-    """Return what the page shows of a trajectory: of each turn its text, its tokens' numbers, its result's text.
+    """Return the data of a trajectory for the page: for each turn the text, the tokens' numbers, the result's text.
 
-    Raises ValueError where the texts are not those of its turns.
+    Raises ValueError if the texts do not match the turns.
     """
     places = [place for turn in t.turns for place in (turn.start, turn.end, turn.result_end)]
     if places != sorted(places) or not 0 <= t.fork_at <= len(t.token_ids) or min(places, default=0) < 0:
@@ -122,7 +121,7 @@ def trajectory_view(t: Trajectory) -> dict:
         for call in shown["tool_calls"] if shown["result_text"] else ():
             del call["result"]  # the same text, as the model read it
         entropies = shown.pop("token_entropies")
-        if not turn.inherited:  # else the parent has them
+        if not turn.inherited:  # the parent has the inherited turns
             shown["logprobs"] = [round(x, DIGITS) for x in t.rollout_logprobs[turn.start : turn.end]]
             shown["entropies"] = [round(x, DIGITS) for x in entropies]
             shown["chars"] = utf16_counts(shown["text"], t.token_chars[turn.start : turn.end])
@@ -131,9 +130,9 @@ def trajectory_view(t: Trajectory) -> dict:
 
 
 def utf16_counts(text: str, counts: list[int]) -> list[int]:
-    """Return the number of UTF-16 units, of which a browser's strings consist, for each token's number of characters.
+    """Convert each token's number of characters to UTF-16 units, the units of a browser's strings.
 
-    A part of `text` that no token adds stands at its start. "a\N{GRINNING FACE}", [1, 1] -> [1, 2]
+    If the tokens cover only a part of `text`, this part is the end of it. "a\N{GRINNING FACE}", [1, 1] -> [1, 2]
     """
     if max(text, default="") <= "\uffff":
         return counts

@@ -26,7 +26,7 @@ RULES = re.compile(r":root \{.*?\}|^(?:svg|\.dim) [^\n]*", re.DOTALL | re.MULTIL
 
 
 def growing(page: Path, group: int) -> str:
-    """Return a question's tree on a page as an SVG whose parts appear one after another. Raises UserError."""
+    """Return the tree of a question on a page as an SVG. The parts appear one after another. Raises UserError."""
     address = f"{page.resolve().as_uri()}#{group}/&poster"
     chromium = ["chromium", "--headless", "--no-sandbox", "--virtual-time-budget=5000", "--window-size=1300,500"]
     try:
@@ -41,7 +41,7 @@ def growing(page: Path, group: int) -> str:
     ends = [float(x) + 7 * len(words) for x, words in re.findall(r'<text x="([\d.]+)"[^>]*>([^<]*)', shapes)]
     latest = 0
 
-    def timed(shape: re.Match) -> str:  # its class says when it appears
+    def timed(shape: re.Match) -> str:  # the class of a shape sets the time of appearance
         nonlocal latest
         x = re.search(r' (?:x="|d="M)([\d.]+)', shape[0])
         latest = max(latest, int(float(x[1])) // COLUMN)

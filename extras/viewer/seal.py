@@ -1,7 +1,7 @@
-"""Tells the pages that this user's viewer wrote from others: a stranger's run may come with pages and their scripts.
+"""Recognises the pages written by this user's viewer. A stranger's run may contain pages with foreign scripts.
 
-A page names in its head the origin that it was made of, and a checksum of both that only the holder of the user's key
-can make. What the page says of the whole run is renewed each time, and is not part of it.
+The head of a page has a digest of the page's origin, and a checksum of origin and page. Only the holder of the user's
+key can compute the checksum. It does not cover the data about the whole run, because this data is renewed each time.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from arpo.config.bounded import read_file
 PLACE = b"@@STAMP@@"
 STAMP = re.compile(rb"arpo-view ([0-9a-f]{32}) ([0-9a-f]{32})")
 STAMP_WITHIN = 1000
-"""Bytes at the start of a page in which its stamp stands."""
+"""Number of bytes at the start of a page to search for the stamp."""
 RUN_DATA = re.compile(rb'(<script type="application/json" id="run">)(.*?)(</script>)', re.DOTALL)
 
 
 def sealed(page: bytes, origin: str) -> bytes:
-    """Return a page with a stamp in the place for it. `origin`: 32 hexadecimal digits."""
+    """Return a page with the stamp filled in. `origin`: 32 hexadecimal digits."""
     return page.replace(PLACE, f"arpo-view {origin} {_checksum(page, origin)}".encode(), 1)
 
 
 def own_page(path: Path, origin: str | None = None) -> bytes | None:
-    """Return a page that this user's viewer wrote, of this origin if one is given; else None."""
+    """Return a page written by this user's viewer, and made from `origin` if given. None for any other page."""
     try:
         with path.open("rb") as file:
             found = STAMP.search(file.read(STAMP_WITHIN)) if path.is_file() and not path.is_symlink() else None
@@ -50,7 +50,7 @@ def _checksum(page: bytes, origin: str) -> str:
 
 @cache
 def _key() -> bytes:
-    """Return the user's key, which is made once. Where there is no place to keep it, all pages are made again."""
+    """Return the user's key. The first call makes the key. If the key cannot be stored, all pages are made again."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.environ.get("HOME", ""), ".cache")
     path = Path(home, "arpo", "viewer.key")
     try:

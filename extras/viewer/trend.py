@@ -1,4 +1,4 @@
-"""The curves that the viewer draws over the steps: a few of the numbers in metrics.jsonl."""
+"""The viewer's curves over the steps: a few of the numbers in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CHARTS: list[tuple[str, dict[str, str]]] = [
 ]
 """Titles with units, and the metrics of docs/metrics.md in each chart with the words of the legend."""
 MAX_POINTS = 500
-"""Most points of a line; of more steps, every second (third, ...) is drawn, and the newest."""
+"""Most points of a line. With more steps, every second (third, ...) step is drawn, and the newest."""
 
 
 def read_trend(run: Path) -> list[dict]:
-    """Return the charts of a run: title and lines, which are a label, a metric and (step, value) points.
+    """Return the charts of a run: title and lines. A line has a label, a metric and (step, value) points.
 
     Charts without a number are left out. Raises UserError as `read_metrics` does.
     """
@@ -38,9 +38,9 @@ def read_trend(run: Path) -> list[dict]:
 
 
 def entropy_scale(run: Path) -> float | None:
-    """Return the nats at which the colour of a turn's entropy is at its end, on all pages of a run; None without any.
+    """Return the entropy (nats) with the strongest colour on all pages of a run; None without entropies.
 
-    Twice the highest mean of a step: a few turns lie beyond, and a policy that has become sure is pale.
+    This is twice the highest mean of a step: few turns are above, and the turns of a confident policy are pale.
     """
     names = ("entropy/root", "entropy/after_tool")
     means = [row[name] for row in read_metrics(run, names) for name in names if isfinite(row.get(name, inf))]
@@ -48,6 +48,6 @@ def entropy_scale(run: Path) -> float | None:
 
 
 def thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return at most MAX_POINTS of them, evenly, the newest among them."""
+    """Return at most MAX_POINTS of the points, evenly spaced, including the newest."""
     every = -(-len(points) // MAX_POINTS)
     return points[::-every][::-1] if points else []

@@ -1,17 +1,17 @@
 """Branch trees of a run as web pages: `python -m extras.viewer RUN [--step N | --file PATH] [--out FILE.html]`.
 
-    RUN/viewer.html                      the newest dump, or the one that was asked for
-    RUN/viewer/step_000100.html ...      one page per dump, which the pages' step picker leads to
-    RUN/viewer/gaia.html ...             one page per set of questions, where RUN is an evaluation
-    RUN/beside_OTHER.html                with --beside OTHER: each question with what both runs made of it
+    RUN/viewer.html                      the newest dump, or the dump of --step or --file
+    RUN/viewer/step_000100.html ...      one page per dump, for the step picker of the pages
+    RUN/viewer/gaia.html ...             one page per set of questions, if RUN is an evaluation
+    RUN/beside_OTHER.html                with --beside OTHER: each question with the trajectories of both runs
 
 A picture of one tree: open `file://$PWD/RUN/viewer.html#0/0&poster` with chromium --headless --screenshot=tree.png
---window-size=1330,480; growing.py makes one that grows.
+--window-size=1330,480; growing.py makes an animated tree.
 
-Each page is self-contained: it opens with file://, loads nothing, and shows what the model wrote as text only. The data
-of a dump is packed (gzip) into its page, so that a page is about as large as the dump. A page is written again only
-when its dump, the options or this code have changed; its list of steps and its trend are renewed each time. A page
-that this user's viewer did not write (seal.py) is made again from its dump, or left out.
+Each page is self-contained: it opens with file://, loads nothing, and shows the model's output as text only. The page
+contains the dump's data, packed with gzip, so page and dump have about the same size. A page is written again only if
+the dump, the options or this code have changed; the list of steps and the trend are renewed each time. If a page was
+not written by this user's viewer (seal.py), the viewer makes the page again from the dump, or leaves it out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from extras.viewer.trend import entropy_scale, read_trend
 
 SCRIPTS = ("elements.js", "base.js", "tree.js", "text.js", "filters.js", "trend.js", "main.js")
 REPORTS = ("report.md", "eval/report.md")
-"""Places in a run folder where evaluate.py's report may be."""
+"""Possible paths of evaluate.py's report in a run folder."""
 DUMP_NAME = re.compile(r"(.+)_(\d+)\.jsonl(\.gz)?")
 SET_NAME = re.compile(r"(.+)\.\d+\.jsonl")
 PAGE_NAME = re.compile(r"(.+)_(\d+)\.html")
@@ -53,14 +53,14 @@ class Dump:
     kind: str
     """ "step" (training), "valid", "test", "nonfinite", or the name of the set. """
     step: int | None
-    """Step of the training; None of a set."""
+    """Step of the training; None for a set."""
     paths: tuple[Path, ...]
     grades: Path | None = None
-    """File of the set's grades, where it has been graded."""
+    """File of the set's grades; None for a set without grades."""
 
     @classmethod
     def of_file(cls, path: Path) -> Dump:
-        """Return the dump of a file by its name, which may be any."""
+        """Return the dump of a file with any name."""
         if (match := DUMP_NAME.fullmatch(path.name)) is None:
             return cls(path.name.partition(".")[0], "", None, (path,))
         return cls(path.name.partition(".")[0], match[1], int(match[2]), (path,))
@@ -71,7 +71,7 @@ class Dump:
 
 
 def dumps_of(run: Path) -> list[Dump]:
-    """Return a run's dumps, oldest first within each kind. Raises UserError where there is no such run."""
+    """Return a run's dumps, oldest first within each kind. Raises UserError if the run does not exist."""
     if not run.is_dir():
         raise UserError(f"{run}: no such run folder; pass runs/NAME")
     paths = sorted((run / "trajectories").glob("*"))
@@ -87,9 +87,10 @@ def dumps_of(run: Path) -> list[Dump]:
 
 
 def choose_dump(run: Path, dumps: list[Dump], *, step: int | None = None) -> Dump:
-    """Return the dump of training step `step`, by default the newest, or else the newest validation or test dump.
+    """Return the dump of training step `step`, by default the newest. A run without training dumps gives the newest
+    validation or test dump.
 
-    Raises UserError where there is none.
+    Raises UserError if there is no dump.
     """
     training = {dump.step: dump for dump in dumps if dump.kind == "step"}
     if step is not None and step not in training:
@@ -104,7 +105,7 @@ def choose_dump(run: Path, dumps: list[Dump], *, step: int | None = None) -> Dum
 
 
 def template() -> str:
-    """Return the page with its style and scripts in it, without data."""
+    """Return the page including style and scripts, without data."""
     parts = map(resources.files("extras.viewer").joinpath, ("viewer.html", "viewer.css", *SCRIPTS))
     page, style, *scripts = (part.read_text(encoding="utf-8") for part in parts)
     return page.replace("@@STYLE@@", style).replace("@@SCRIPT@@", "\n".join(scripts))
@@ -115,9 +116,9 @@ def title_of(run: Path, dump: Dump) -> str:
 
 
 def origin_of(run: Path, dump: Dump, max_groups: int) -> str:
-    """Return a digest of what a page is made of: the dump, the options and the viewer's code.
+    """Return a digest of the sources of a page: the dump, the options and the viewer's code.
 
-    Raises UserError for a dump that is not there.
+    Raises UserError for a missing dump.
     """
     origin = [template(), max_groups, title_of(run, dump)]
     for path in (*dump.paths, *filter(None, [dump.grades])):
@@ -130,12 +131,12 @@ def origin_of(run: Path, dump: Dump, max_groups: int) -> str:
 
 
 def page_path(run: Path, dump: Dump) -> Path:
-    """Return where the page of a run's dump is kept."""
+    """Return the path for the page of a run's dump."""
     return run / "viewer" / f"{dump.name}.html"
 
 
 def pages_of(run: Path) -> list[Path]:
-    """Return the pages in RUN/viewer that this user's viewer wrote, also of dumps that are gone. Tell of others."""
+    """Return the pages in RUN/viewer written by this user's viewer, also for removed dumps. Report foreign pages."""
     pages = sorted((run / "viewer").glob("*.html"))
     strange = [path for path in pages if own_page(path) is None]
     if strange:
@@ -145,13 +146,13 @@ def pages_of(run: Path) -> list[Path]:
 
 
 def current_page(run: Path, dump: Dump, max_groups: int) -> bytes | None:
-    """Return the dump's page if it is there and was made of the dump as it is now. Raises UserError without a dump."""
+    """Return the dump's page if it exists and is up to date; None if not. Raises UserError for a missing dump."""
     return own_page(page_path(run, dump), origin_of(run, dump, max_groups))
 
 
 def page_of(run: Path, dump: Dump, max_groups: int, other: tuple[str, Dump] | None = None) -> bytes:
-    """Return the page of a dump, still without what concerns the whole run (with_run_data); with the name and the dump
-    of another run, that one's trajectories of the same prompts stand below its own."""
+    """Return the page of a dump, without the data about the whole run (with_run_data). With `other`, the name and the
+    dump of another run, the other run's trajectories of the same prompts follow below."""
     groups, num_groups = read_groups(dump.paths, dump.grades, max_groups)
     if other:
         put_beside(groups, read_groups(other[1].paths, other[1].grades, sys.maxsize)[0], other[0])
@@ -167,8 +168,8 @@ def page_of(run: Path, dump: Dump, max_groups: int, other: tuple[str, Dump] | No
 
 
 def script_json(tree: object) -> str:
-    r"""Return JSON for a script element of a page: ASCII without "<", so that it can neither end the element nor start
-    a comment, whatever the model wrote. JSON has no NaN: such numbers become the words "nan", "inf", "-inf".
+    r"""Return JSON for a script element of a page: ASCII without "<". So no output of a model can end the element or
+    start a comment. JSON has no NaN: non-finite numbers become the words "nan", "inf", "-inf".
 
     >>> script_json({"text": "</script>", "loss": math.nan})
     '{"text":"\\u003c/script>","loss":"nan"}'
@@ -179,7 +180,7 @@ def script_json(tree: object) -> str:
 
 
 def with_run_data(page: bytes, data: dict) -> bytes:
-    """Return a page with this list of steps, trend and links in place of what it had."""
+    """Replace the page's list of steps, trend and links by `data`."""
     packed = script_json(data).encode()
     return RUN_DATA.sub(lambda match: match[1] + packed + match[3], page, count=1)
 
@@ -187,7 +188,7 @@ def with_run_data(page: bytes, data: dict) -> bytes:
 def run_data(
     run: Path, dumps: list[Dump], trend: list[dict], *, pages: list[Path], page: Path, shown: str | None
 ) -> dict:
-    """Return what `page` says of the whole run: steps, links to their pages, trend. `shown`: name of its own dump."""
+    """Return the page's data about the whole run: steps, links to pages, trend. `shown`: name of the page's dump."""
 
     def link(target: Path, there: bool) -> str | None:
         return Path(os.path.relpath(target, page.parent)).as_posix() if there else None
@@ -235,13 +236,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def make_pages(args: argparse.Namespace) -> None:
-    """Write the pages that the command line asks for, and print the path of each; the last is the one to open."""
+    """Write the pages of the command line, and print the path of each. The last path is the page to open."""
     if args.max_groups < 1:
         raise UserError(f"--max_groups {args.max_groups}: must be at least 1")
     if args.pages < 0:
         raise UserError(f"--pages {args.pages}: must be at least 0")
     run, dumps = args.run, dumps_of(args.run)
-    if (run / "viewer").is_symlink():  # which may lead anywhere
+    if (run / "viewer").is_symlink():  # a link may lead anywhere
         raise UserError(f"{run / 'viewer'}: is a link, to which no page is written; remove it")
     shown = known_dump(args.file, dumps) if args.file else choose_dump(run, dumps, step=args.step)
     if args.beside:
@@ -268,14 +269,14 @@ def make_pages(args: argparse.Namespace) -> None:
 
 
 def known_dump(path: Path, dumps: list[Dump]) -> Dump:
-    """Return the dump of a file: the run's own that it belongs to, or one by itself."""
+    """Return the run's dump with this file, or a new dump of this file alone."""
     known = [dump for dump in dumps if path.resolve() in [own.resolve() for own in dump.paths]]
     return known[0] if known else Dump.of_file(path)
 
 
 def beside(path: Path, shown: Dump) -> tuple[str, Dump]:
-    """Return name and dump of another run, of which the dump has the name of the one shown, or of one file. Raises
-    UserError."""
+    """Return name and dump of another run, or of a single file. The dump of a run has the same name as the shown dump.
+    Raises UserError."""
     if path.is_file():
         dump = Dump.of_file(path)
         return dump.name, dump
@@ -292,9 +293,9 @@ def newest(dumps: list[Dump], count: int) -> list[Dump]:
 
 
 def write_folder(run: Path, dumps: list[Dump], max_groups: int, known: tuple[Dump, bytes]) -> list[str]:
-    """Write the pages in RUN/viewer/ that are not up to date; return what is wrong with dumps that cannot be shown.
+    """Write all outdated pages in RUN/viewer/. Return the errors of dumps without a page.
 
-    `known`: a dump and its page, which is not made a second time.
+    `known`: a dump and its finished page, so that this page is not made twice.
     """
     problems = []
     for dump in dumps:
@@ -311,7 +312,7 @@ def write_folder(run: Path, dumps: list[Dump], max_groups: int, known: tuple[Dum
 
 
 def write(path: Path, page: bytes, *, make_folder: bool = False) -> None:
-    """Write a page, whole or not at all. Raises UserError where that is not possible."""
+    """Write a page, completely or not at all. Raises UserError if this fails."""
     try:
         if make_folder:
             path.parent.mkdir(exist_ok=True)
