@@ -9,13 +9,13 @@ All other files are the sandbox for model-written Python: one host process per r
         |                                               supervisor.py, S: enforces the limits, replies
         +<============= one socket per call =============>   worker.py, W: the model's code; fds 0, 1, 2 only
 
-CallLimits.sessions names a package for sessions. With it a supervisor serves many calls, and its worker lives on
-between these calls.
+CallLimits.sessions names a package for sessions. In a session a supervisor serves many calls, and the worker lives on
+between the calls.
 
 Three tiers are tried at start: namespaces.py (user, mount, pid, net, ipc namespaces), then landlock.py (Landlock, if a
 container forbids namespaces), both with seccomp.py. The third, folder.py, has only rlimits and needs the user's
-consent; without consent nothing runs. folder.py documents the methods of all three. In every tier each call gets its
-own cgroup, if the machine allows cgroups (cgroup.py).
+consent; without consent nothing runs. folder.py documents the methods of all three. In every tier each call gets a
+separate cgroup, if the machine allows cgroups (cgroup.py).
 
-The host imports this package as `jail`, without `arpo`: keep it to the standard library and relative imports.
+The host imports this package as `jail`, without `arpo`: use only the standard library and relative imports.
 """

@@ -1,7 +1,7 @@
 """A child process for parsing untrusted text: a chat template, a formula, a web page.
 
-Hostile text may hang its parser, fill the memory, or take over the process. So the parser is a separate program. It
-runs jailed, with limits on time and memory, and without the keys of the environment. A program is a file with two
+Hostile text may hang its parser, fill the memory, or take over the process. So the parser is a separate program,
+jailed, with limits on time and memory, and without the keys of the environment. A program is a file with two
 functions:
 
     prepare()           imports its modules; called once, before the jail closes
@@ -150,7 +150,7 @@ def killed_after(process: subprocess.Popen, limit_s: float) -> Iterator[None]:
 
 
 def end(process: subprocess.Popen, *, patience_s: float = 0.0) -> None:
-    """Wait `patience_s` for the process to end, then kill it. Close its pipes."""
+    """Wait `patience_s` for the end of the process, then kill the process. Close the pipes."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience_s)
     process.kill()

@@ -1,4 +1,4 @@
-"""The trainer's side. It starts a host in the best available tier, tests its jail, and replaces a lost host."""
+"""The trainer's side: start a host in the best available tier, test the jail, and replace a lost host."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ class Sandbox:
         return host
 
     def run(self, code: str) -> wire.Reply:
-        """Run code, and wait for its end. Never raises.
+        """Run code, and wait for the end. Never raises.
 
         A call that fails repeatedly, and not because of its code, has the status sandbox_error.
         """
         return self.attempt(lambda host: host.call(code, self.limits.wall_s, self.grace_s))
 
     def attempt(self, action: Callable[[HostProcess], T]) -> T | wire.Reply:
-        """Call the action with the host; with a new host if the old one is lost. Return its value or a sandbox_error.
+        """Call the action with the host; with a new host if the old one is lost. Return the value or a sandbox_error.
 
         Never raises.
         """
@@ -158,7 +158,7 @@ class Sandbox:
         logger.warning("python tool: the sandbox host was lost and has been replaced (%d so far)", self.num_restarts)
 
     def close(self) -> None:
-        """End the host, and every call in it."""
+        """End the host and all calls."""
         self._closed = True
         with self._lock:
             self.host.kill()
@@ -167,7 +167,7 @@ class Sandbox:
                 removal.join()
 
     def _announce(self, refused: list[str]) -> None:
-        """Log the tier in one line; a warning unless it is the best tier."""
+        """Log the tier in one line. The line is a warning for every tier but the best."""
         lacks = {
             "none": "NO isolation, model-written code runs as this user",
             "landlock": "sandboxed by Landlock and seccomp, without namespaces",

@@ -32,7 +32,7 @@ from .trees import remove_tree
 from .worker import SEED
 
 PRELOADED = ("random", "json", "itertools", "fractions", "decimal", "datetime", "statistics", "numpy.random", "sympy")
-"""Modules loaded by the host. Importing sympy takes 250 ms, which calls save. Each call pays for forking all of these
+"""Modules loaded by the host. The import of sympy takes 250 ms, saved in every call. Each call pays for forking all
 modules: with pandas or scipy the 6 ms of a call would double."""
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -130,7 +130,7 @@ def _preload() -> None:
 
 
 def _keep_spares(jail: FolderJail | NamespaceJail, control: socket.socket, trainer: int) -> NoReturn:
-    """Run the zygote. It reads only one byte per supervisor that received a call, so no call can confuse it."""
+    """Run the zygote. The zygote reads one byte per started call and nothing else, so no call can confuse it."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
     host_bytes = private_bytes()
     taken, taken_write = os.pipe2(os.O_CLOEXEC)

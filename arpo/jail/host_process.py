@@ -1,4 +1,4 @@
-"""The trainer's handle on one host process: start it, call it, end it."""
+"""The trainer's handle on one host process: starts, calls and ends the host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SandboxUnavailable(Exception):
 
 
 class HostProcess:
-    """One jailed host. It is spawned: a fork would take the trainer's memory, threads and files into the jail."""
+    """One jailed host. The host is spawned, since a fork would copy the trainer's memory, threads and files."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class HostProcess:
             self.remove_files()
             raise SandboxUnavailable(str(answer.get("refused") or " ".join(last_words) or "the host died at its start"))
         self.has_proc: bool = answer["has_proc"]
-        """True if the jail has a /proc. Without it, code may not start processes."""
+        """True if the jail has a /proc. Without /proc, code may not start processes."""
 
     def _introduce(self, tier: Tier, limits: CallLimits, interpreter: Interpreter) -> dict:
         settings = {"tier": tier, "limits": asdict(limits), "trainer_pid": os.getpid(), **asdict(interpreter)}
@@ -92,7 +92,7 @@ class HostProcess:
         return self._process.pid
 
     def call(self, code: str, wall_s: float, grace_s: float) -> wire.Reply:
-        """Run code in a fork that has run nothing else.
+        """Run code in a new fork of the host.
 
         Raises OSError (TimeoutError: the host or the call is stuck), EOFError if the fork was lost, and ValueError for
         an unreadable reply.
@@ -122,7 +122,7 @@ class HostProcess:
         return bool(poller.poll(1000 * patience_s))
 
     def kill(self) -> None:
-        """End the process and its calls. Their files stay until `remove_files`."""
+        """End the process and all calls. The files of the calls stay until `remove_files`."""
         self._control.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ from pathlib import Path
 from .host import ENVIRONMENT
 
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[1])
-"""Folder on the host's sys.path while it imports this package, as `jail`"""
+"""Folder on the host's sys.path during the import of this package as `jail`."""
 OLDEST = (3, 9)
 ANSWER_TIMEOUT_S = 60.0
 # Even very old Pythons can run this. The user then reads "is Python 3.6", and not a syntax error.

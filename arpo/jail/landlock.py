@@ -1,7 +1,7 @@
 """Tier B, for machines without namespaces (Docker's default profile).
 
-Landlock (Linux 5.13) restricts access to files. The seccomp filter restricts everything else. A call has one process.
-The process can read only the interpreter, and write only in the call's folder.
+Landlock (Linux 5.13) restricts access to files. The seccomp filter restricts all other system calls. A call has one
+process. The process can read only the interpreter, and write only in the call's folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LandlockJail(FolderJail):
     tier = "landlock"
 
     def __init__(self, limits: CallLimits, visible: list[str]):
-        """Raises OSError if the kernel has no Landlock, or forbids it."""
+        """Raises OSError if the kernel lacks or forbids Landlock."""
         newest_abi()
         seccomp.program(allow_children=False)  # raises for an unknown machine
         super().__init__(limits)
@@ -51,7 +51,7 @@ class LandlockJail(FolderJail):
 
 
 def restrict_files(readable: list[str], scratch: str | None = None) -> None:
-    """Let this process only read these files and write below `scratch`. Raises OSError.
+    """Restrict this process: read only the files in `readable`, and write only below `scratch`. Raises OSError.
 
     ABI 4 of Landlock also forbids TCP. ABI 6 also forbids signals and abstract sockets to other processes.
     """
@@ -76,7 +76,7 @@ def restrict_files(readable: list[str], scratch: str | None = None) -> None:
 
 
 def newest_abi() -> int:
-    """Return the version of Landlock's interface. Raises OSError if the kernel has no Landlock, or forbids it."""
+    """Return the version of Landlock's interface. Raises OSError if the kernel lacks or forbids Landlock."""
     return _landlock(CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
 
 
@@ -98,5 +98,5 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def _is_open_to_all(path: str) -> bool:
-    """Return True if all users may enter and list the folder and all its parents."""
+    """Return True if all users may enter and list the folder and every parent folder."""
     return all(os.stat(folder).st_mode & 0o005 == 0o005 for folder in (path, *Path(path).parents))

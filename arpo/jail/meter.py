@@ -1,4 +1,4 @@
-"""Measures the total use of a call's processes, from /proc. The supervisor polls it to enforce limits on the sums."""
+"""Measures the total use of a call's processes, from /proc. The supervisor polls these sums to enforce limits."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Process:
     """The last known state of a process. Times are in clock ticks."""
 
     started: int
-    """Start time. Tells the process from a later one with the same pid."""
+    """Start time. A later process with the same pid has another start time."""
     parent: int
     ticks: int
     """CPU time, including `waited_ticks`."""
     waited_ticks: int
-    """CPU time of waited-for children and of their descendants."""
+    """CPU time of ended children, added by the kernel when the process waits for the child. Descendants included."""
     num_tasks: int
 
 

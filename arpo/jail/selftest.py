@@ -45,7 +45,7 @@ _ = works(lambda: overwrite(PATH))  # may work on a file of that name in a priva
 
 
 def leaks_of(run: Callable[[str], Reply]) -> list[str]:
-    """Run the probe with `run`. Return its successes as messages; [] for a tight jail. Raises the errors of `run`.
+    """Run the probe. Return a message per success of the probe; [] for a tight jail. Raises the errors of `run`.
 
     The probe tries to read the trainer's environment variables, to read and overwrite a world-writable file, to
     connect to an open port, and to signal other processes.

@@ -1,7 +1,8 @@
 """S, the supervisor of one call. The host forks it before the call arrives.
 
 The supervisor forks the worker, enforces all limits missing in the kernel, sends the reply, and ends all processes of
-the call. In tier A it is PID 1 of the call's pid namespace: when it exits, the kernel kills the call's other processes.
+the call. In tier A the supervisor is PID 1 of the call's pid namespace. When PID 1 exits, the kernel kills all other
+processes of the namespace.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .worker import run_worker
 
 POLL_S = 0.05
 QUOTA_POLL_S = 0.02
-"""Seconds between two counts of the call's files, if the kernel does not limit them."""
+"""Seconds between two counts of the call's files, if the kernel does not limit files."""
 BUSY_CPU_S = 0.2
 """CPU seconds until a call gets a lower priority, so that a few endless loops do not delay the other calls."""
 KILL_PATIENCE_S = 2.0
@@ -37,7 +38,7 @@ MAX_READ_PER_TURN = 1 << 20
 
 @dataclass
 class Stream:
-    """A pipe from the worker. The first and the last `kept_bytes // 2` of its bytes are kept."""
+    """A pipe from the worker. Keeps the first and the last `kept_bytes // 2` bytes."""
 
     fd: int
     kept_bytes: int
@@ -101,7 +102,7 @@ def prepare_worker(jail: FolderJail | NamespaceJail) -> Spare:
 
 
 def prepare_streams(limits: CallLimits) -> tuple[list[Stream], list[int]]:
-    """Return a worker's stdout and stderr, and the descriptors to which it writes."""
+    """Return a worker's stdout and stderr (reading ends), and the descriptors of the writing ends."""
     pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
     for fd, _ in pipes:
         os.set_blocking(fd, False)

@@ -1,4 +1,4 @@
-"""Decides when to send a request, when to repeat it, and when to leave a service alone.
+"""Decides when to send a request, when to repeat a request, and when to leave a service alone.
 
 A rate limit is one number: the time at which the next call may start. A caller reserves this time at once, moves the
 number on for the next caller, and sleeps. So callers are served in order, and none polls.
@@ -172,7 +172,7 @@ class CircuitBreaker:
         raise BreakerOpen(f"{self._name}: left alone after many failures")
 
     def record(self, succeeded: bool, *, is_probe: bool) -> None:
-        """Count a finished call. Calls that began before the breaker opened are ignored: they say nothing new."""
+        """Count a finished call. A call begun before the breaker opened is ignored: no new information."""
         self.forget(is_probe=is_probe)
         if is_probe and succeeded:
             self._calls.clear()

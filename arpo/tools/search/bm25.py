@@ -1,4 +1,4 @@
-"""BM25 over a jsonl corpus with tantivy. One folder holds the text and the index; it is built once and then only read.
+"""BM25 over a jsonl corpus with tantivy. One folder holds text and index. The folder is built once and then only read.
 
 tantivy skips blocks of passages with scores too low for the result, so a query over a million passages takes
 milliseconds (`benchmarks/search_local.py`). For passages of more than 40 words tantivy rounds the length. Stop words
@@ -36,7 +36,7 @@ _STOP_WORDS = """
 """
 STOP_WORDS = frozenset(_STOP_WORDS.split())
 FORMAT = 3
-"""Version of the index. Raise it when the code below changes. An index of another version or tantivy is rebuilt."""
+"""Version of the index: raise after a change of the code below. An index of another version or tantivy is rebuilt."""
 BUILD_MEMORY_BYTES = 1_000_000_000
 """Memory limit of the builder. More memory makes fewer segments; segments are searched one after the other."""
 ABOUT = "arpo.json"
