@@ -7,10 +7,10 @@ On a CPU it measures CPU seconds of a rank; other work on the machine hardly cha
 Also shown: the same sync with one all-gather per parameter (as `DTensor.full_tensor` does); and one cast of the same
 parameters. No sync can be faster than the cast. It reads twice the bytes of the memcpy, as the masters are float32.
 
-`over_gather` is the sync / (cast + gather). It is always above 1: vLLM copies the gathered weights into its layers, at
-least one more memcpy. On a CPU the engine also packs each matrix into oneDNN's layout; a GPU's engine does not.
-`packing` is the time of this within the sync, `over_gather_unpacked` is over_gather without it, and
-`packing_pays_after` the number of forward passes over 64 tokens after which packed matrices have saved this time.
+`over_gather` is the sync / (cast + gather). The value is always above 1: vLLM copies the gathered weights into its
+layers, at least one more memcpy. On a CPU the engine also packs each matrix into oneDNN's layout; a GPU's engine does
+not. `packing` is the time for packing within the sync, and `over_gather_unpacked` is over_gather without packing.
+`packing_pays_after`: packed matrices have saved the time for packing after this many forward passes over 64 tokens.
 """
 
 import argparse

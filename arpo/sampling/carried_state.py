@@ -1,9 +1,9 @@
-"""The carried groups in a checkpoint, and how they continue from it, on the same number of ranks or another.
+"""The carried groups in a checkpoint. A run continues from them, with the same or another number of ranks.
 
     carried_00003.json.gz    rank 3's groups: trees, tokens, logprobs and decisions so far, open requests and calls
 
-Plain JSON, without code. Prompts are saved as their ids. Sessions come back by a replay of the calls that they have
-answered; open calls run again.
+Plain JSON, without code. Prompts are saved as ids. A replay of the answered calls restores a session; open calls run
+again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def state_of(carry: CarryOver) -> bytes:
     calling: dict[str, list[int]] = {}
     for live, index in loop.calling.values():
         calling.setdefault(live.key, []).append(index)
-    # those that decode first, in the order in which they were submitted; by key, since one may have several calls
+    # decoding trajectories first, in the order of submission; by key, because a trajectory may have several calls
     lives = list((loop.decoding | {live.key: live for live, _ in loop.calling.values()}).values())
     records = answered(sessions.records(), lives, calling, sessions.name_of)
     groups = []
@@ -72,7 +72,7 @@ def state_of(carry: CarryOver) -> bytes:
 def _plain_live(live: Live, place: int, calls: list[int] | None) -> dict:
     """Return the saved values of a growing trajectory.
 
-    place: its place in the order of submission. calls: indices of its unfinished calls; None if it decodes.
+    place: position in the order of submission. calls: indices of the unfinished calls; None for a decoding trajectory.
     """
     names = ("path", "evidence", "entropies", "top_logprobs", "has_failed")
     return {name: to_plain(getattr(live, name)) for name in names} | {"place": place, "calls": calls}
@@ -102,10 +102,10 @@ def answered(
 
 
 def restore(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt]) -> None:
-    """Fill a new CarryOver from the files that `state_of` wrote on all ranks. Collective.
+    """Fill a new CarryOver from the files written by `state_of` on all ranks. Collective.
 
-    On the same number of ranks each gets its own groups again; on another number the groups are dealt out anew. Raises
-    UserError for a broken file, or one with other prompts.
+    With the same number of ranks, each rank gets its groups again; with another number the groups are dealt out anew.
+    Raises UserError for a broken file, or a file with other prompts.
     """
     if not files:
         return
@@ -144,12 +144,12 @@ def check_nothing_is_left(files: Sequence[Path]) -> None:
 def _read(file: Path) -> dict:
     try:
         return parse_json(inflate(read_file(file)))
-    except (OSError, ValueError) as error:  # its checksum is right, so `state_of` did not write it
+    except (OSError, ValueError) as error:  # not written by `state_of`, as the checksum is right
         raise UserError(f"{file}: cannot be read ({error}); take an older checkpoint") from None
 
 
 def _add_group(carry: CarryOver, plain: dict, by_id: dict[str, Prompt]) -> list[tuple[dict, Live]]:
-    """Add a saved group. Return its trajectories that decode or call, each with its saved values."""
+    """Add a saved group. Return its decoding or calling trajectories, each with the saved values."""
     prompt = by_id[plain["prompt"]]
     stub = {"prompt_id": prompt.prompt_id, "messages": [], "answers": []}
     state = from_plain(GroupState, {"prompt": stub} | plain["state"])
@@ -190,7 +190,7 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, set):
         return [to_plain(item) for item in sorted(value)]
     if isinstance(value, list | tuple):
-        # hints give a list one type, so the first item tells it: long lists of tokens and logprobs are copied at once
+        # all items of a list have the same type, so check only the first: long lists of tokens are copied at once
         is_flat = len(value) > 0 and type(value[0]) in SCALARS
         return list(value) if is_flat and isinstance(value, list) else [to_plain(item) for item in value]
     return value

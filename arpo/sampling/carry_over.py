@@ -1,13 +1,13 @@
-"""Groups that are carried from step to step, so that no step waits for its slowest trajectory (partial rollouts).
+"""Groups carried from step to step, so that no step waits for the slowest trajectory (partial rollouts).
 
     step 1   starts groups until the engine is full, and ends when N = data.num_prompts_per_step groups of all ranks
              are finished. The others stay: the engine drops their requests, their tool calls go on
-    update   on the N finished groups that were drawn first; weight sync
-    step 2   the engine gets all unfinished turns again, with their tokens as the prompt, and new groups beside them
+    update   on the N finished groups drawn first; weight sync
+    step 2   the engine gets all unfinished turns again, with their tokens as the prompt, and new groups as well
 
-No prompt is dropped or started anew, however long it takes: after `rollout.carry_over` steps the step waits for the
-group. At most 2 N groups have started and are not trained on yet, so at most N of them are older than the current step:
-the groups finished at its beginning are all trained on at its end.
+No prompt is dropped or started anew, even if a group takes long: after `rollout.carry_over` steps the step waits for
+the group. At most 2 N groups have started without being trained on yet. At most N of these groups are older than the
+current step, because all groups finished at the beginning of a step are trained on at the end.
 
 A token from an earlier step was sampled by an older policy. `Trajectory.versions` names the step, and the rollout's
 logprobs are from that policy. The rollout correction (TIS or MIS) weighs each token by the distance of its policy from
@@ -36,12 +36,12 @@ IDLE_S = 0.005
 
 @dataclass
 class Carried:
-    """A started group of this rank. It was not trained on yet."""
+    """A started group of this rank, not trained on yet."""
 
     number: int
-    """Its number among all groups drawn in the run."""
+    """Number of the group among all groups drawn in the run."""
     first_step: int
-    """Step in which it started."""
+    """Step in which the group started."""
     state: GroupState
 
     @property
@@ -75,7 +75,7 @@ class CarryOver(Source):
         self.started_groups: list[StartedGroup] = []
         """Groups of all ranks, as of the last exchange."""
         self.waiting: dict[int, Prompt] = {}
-        """Number -> prompt, for the drawn prompts that no rank has started. The same on all ranks."""
+        """Number -> prompt, for drawn prompts not started by any rank. The same on all ranks."""
         self.num_drawn = 0
         """Prompts drawn so far."""
         self.step = 0
@@ -93,7 +93,7 @@ class CarryOver(Source):
     # ---- a step begins
 
     def num_to_draw(self, steps_left: int) -> int:
-        """Return the number of prompts to draw for a step. steps_left: steps of the run, this one included."""
+        """Return the number of prompts to draw for a step. steps_left: steps of the run, including this step."""
         num_known = len(self.started_groups) + len(self.waiting)
         return max(min(2, steps_left) * self.num_prompts - num_known, 0)
 
@@ -113,7 +113,7 @@ class CarryOver(Source):
         self._queue = iter(self._deal())
         self._postponed = []
         self._is_full = False
-        # counted once and not at every poll: the engine waits meanwhile, and 1,000 ranks have started 10,000 groups
+        # counted once, not at every poll: the engine waits for the count, and 1,000 ranks have started 10,000 groups
         self._num_finished_before = sum(group.is_finished for group in self.started_groups)
         self._num_due = sum(self.is_due(group.first_step) for group in self.started_groups if not group.is_finished)
         self._poller.note_work()
@@ -123,7 +123,7 @@ class CarryOver(Source):
         return self
 
     def _deal(self) -> Iterable[int]:
-        """Return the numbers for this rank: its share, or those that it pulls (see sources.py)."""
+        """Return the numbers for this rank: a share of all numbers, or the pulled numbers (see sources.py)."""
         numbers = sorted(self.waiting)
         if not self.cfg.is_pulled or self._store is None:
             return self.team.share(numbers)
@@ -182,7 +182,7 @@ class CarryOver(Source):
 
     @property
     def is_done(self) -> bool:
-        """True if the step can end: enough groups of all ranks are finished, and all that are due."""
+        """True if the step can end: enough groups of all ranks are finished, including all due groups."""
         if self._store is None:
             num_finished = sum(carried.is_finished for carried in self.carried)
             some_due = any(self.is_due(carried.first_step) for carried in self.carried if not carried.is_finished)
@@ -194,7 +194,7 @@ class CarryOver(Source):
         return self._is_full
 
     def is_due(self, first_step: int) -> bool:
-        """Return True if a group from that step must finish in the current one."""
+        """Return True if a group from step `first_step` must finish in the current step."""
         return first_step + self.cfg.carry_over <= self.step
 
     def end(self) -> None:
@@ -205,7 +205,7 @@ class CarryOver(Source):
     # ---- a step ends
 
     def all_started_groups(self) -> list[StartedGroup]:
-        """Return the started groups of all ranks, in the order in which they were drawn. Collective."""
+        """Return the started groups of all ranks, in the order of drawing. Collective."""
         mine = [StartedGroup(c.number, c.first_step, c.is_finished) for c in self.carried]
         return sorted(group for of_rank in self.team.ranks.all_gather_objects(mine) for group in of_rank)
 

@@ -1,8 +1,8 @@
-"""The sources of one step: the prompts that this team samples (see the table in the package's docstring).
+"""The sources of one step: the prompts of this team (see the table in the package's docstring).
 
-The queue is a counter in the process group's store; a pull is one round trip to it. A sample depends on the seed, the
-step, the prompt, the path in its tree and the turn, and never on the rank. Groups come back in the order of the prompts
-(`Team.all_gather_groups`). So everything later is the same, whichever rank sampled a group.
+The queue is a counter in the process group's store; a pull is one round trip to the store. A sample depends on the
+seed, the step, the prompt, the path in the tree and the turn, and never on the rank. Groups come back in the order of
+the prompts (`Team.all_gather_groups`). So all later results are the same, no matter which rank sampled a group.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from arpo.selection import is_dead
 from arpo.trajectory import Group, Prompt
 
 PRIOR_SHARE = 1 / 8
-"""Groups that count as mixed before any is known, per wanted group. If half of the groups are dead, a twentieth of them
-is then cut off. With 1 a step takes up to 1.5 times as long, and with 1/32 up to a ninth is cut off (workloads short,
-16 ranks, and long, 8, of no_rank_waits.py)."""
+"""Groups assumed mixed before any result, per wanted group. If half of the groups are dead, this value cuts off a
+twentieth of the groups. With 1 a step takes up to 1.5 times as long, and with 1/32 up to a ninth is cut off (workloads
+short, 16 ranks, and long, 8, of no_rank_waits.py)."""
 
 
 class OneRollout(Source):
-    """The prompts of one rollout. This team samples its share, or the prompts that it pulls (rollout.dispatch).
+    """The prompts of one rollout. This team samples a fixed share, or pulls prompts (rollout.dispatch).
 
         dealt     0 2 4 6 belong to team 0, and 1 3 5 7 to team 1. All start at once or, with `max_at_once`, only while
                   fewer trajectories are unfinished.
         pulled    The next prompt goes to the first team with room: a slow team 1 may get 1 and 4, team 0 all others.
 
-    A pulling team has room while its engine decodes fewer than `max_num_seqs` trajectories; trajectories that wait for
-    tools do not count. But it never has more than an equal share of the prompts unfinished. Otherwise the first team
-    would take all prompts when a few engines can hold them all.
+    A pulling team has room while its engine decodes fewer than `max_num_seqs` trajectories; trajectories waiting for
+    tools do not count. But the team never has more than an equal share of the prompts unfinished. Without this limit
+    the first team would take all prompts if a few engines can hold all of them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class OneRollout(Source):
 
     @property
     def num_finished(self) -> int:
-        """Number of ended trajectories, of all groups that started here."""
+        """Number of ended trajectories, over all groups started here."""
         return len(self.started) * self.loop.cfg.group_size - self.loop.num_unfinished
 
     @property
@@ -105,7 +105,7 @@ class OneRollout(Source):
         return [self.groups[index] for index in sorted(self.groups)]
 
     def exchange(self) -> list[Group | None]:
-        """Return the groups of all teams, in the order of the prompts; None for an unfinished one. Collective."""
+        """Return the groups of all teams, in the order of the prompts; None for an unfinished group. Collective."""
         indices = sorted(self.started.values())
         groups = self.team.all_gather_groups([self.groups.get(index) for index in indices], indices)
         if self.team.ranks.is_main:
@@ -117,15 +117,15 @@ class OneRollout(Source):
 
 
 class Refilled(OneRollout):
-    """Starts prompts until a step has `num_wanted` mixed groups: one more for each group that turns out dead.
+    """Starts prompts until a step has `num_wanted` mixed groups: a further prompt for each dead group.
 
-    The step takes all prompts up to its last wanted group: mixed group number `num_wanted` in the order of the prompts.
-    So no prompt is left out for being slow, and the choice does not depend on a rank's speed. Later prompts that have
-    started are cut off. Nobody knows beforehand how many prompts a step takes. The number to start is estimated from
-    the share of mixed groups so far; a wrong estimate only wastes samples.
+    The step takes all prompts up to the last wanted group: mixed group number `num_wanted` in the order of the prompts.
+    So no prompt is left out for being slow, and the choice does not depend on a rank's speed. Later prompts are cut
+    off, even if started. The final number of prompts is unknown at the start. The number to start is estimated from the
+    share of mixed groups so far; a wrong estimate only wastes samples.
 
     Prompts are pulled or dealt, as rollout.dispatch says. Each finished group is scored at once and reported to the
-    other teams by a numbered event in the store. Teams rather wait than start a prompt that may be wasted.
+    other teams by a numbered event in the store. A team rather waits than wastes a prompt.
     """
 
     def __init__(self, sampler: Sampler, prompts: Sequence[Prompt], name: int | str, *, num_wanted: int):
@@ -145,7 +145,7 @@ class Refilled(OneRollout):
         self.num_cut_off = 0
         """Started groups, of all teams, that the step does not take. Known after `exchange`."""
         self.pulled: int | None = None
-        """Index of the prompt that this team has pulled and not started yet."""
+        """Index of the prompt pulled by this team, but not started yet."""
 
     @property
     def is_done(self) -> bool:
@@ -212,10 +212,10 @@ class Refilled(OneRollout):
 
     @property
     def num_allowed(self) -> int:
-        """Number of prompts that may have started by now, so that the unfinished ones should just fill the step.
+        """Number of prompts that may have started by now, so that the unfinished prompts should just fill the step.
 
-        The share of mixed groups is estimated as if a few mixed ones had been there before (PRIOR_SHARE). Otherwise the
-        first dead groups would start many more.
+        The estimate of the mixed share adds a few assumed mixed groups (PRIOR_SHARE). Without them, the first dead
+        groups would start many more prompts.
         """
         num_known = len(self.is_mixed)
         num_mixed = sum(self.is_mixed.values())
@@ -224,14 +224,14 @@ class Refilled(OneRollout):
         return num_known + math.ceil(max(self.num_wanted - num_mixed, 0) / expected_share)
 
     def end(self) -> None:
-        """Cut off the trajectories that the step does not need."""
+        """Cut off the trajectories not needed by the step."""
         self.sampler.engine.abort(list(self.loop.decoding))
         self.sampler.tools.abandon()
 
     def exchange(self) -> list[Group]:
         """Return the groups of all teams up to the last wanted one. Collective."""
         groups = super().exchange()
-        # A team without prompts of its own left may not have heard of the newest groups of the others.
+        # A team without prompts left may not yet know the newest groups of the other teams.
         self.is_mixed = {index: not is_dead(group) for index, group in enumerate(groups) if group}
         self.count_mixed()
         taken = groups[: self.num_taken]

@@ -3,11 +3,11 @@
     python benchmarks/gpu/colocated.py [--quick] [--shape 7b] [--trained 0.5b]        (torchrun: the same on its ranks)
 
 Three cycles of: sample, sleep, one update of 16,384 tokens, wake the weights, sync with the KV cache. The engine has
---shape with random weights. --trained is another shape for the trainer, where one GPU cannot hold the state of training
-of the first one (the 7B's 16 bytes a parameter): then the share of it that a rank of eight would have lies there as a
-ballast, and the engine gets random weights. Said as well: vLLM's KV cache against what arpo/start/memory.py had
-computed (`ratio` = found / computed), what torch cannot give back to vLLM, the speed of a checkpoint, of copies to
-pinned memory, and of an all-gather.
+--shape with random weights. --trained is another shape for the trainer, if one GPU cannot hold the training state of
+--shape (a 7B model needs 16 bytes per parameter). Then a ballast of the same size as the state of one rank of eight
+takes the memory, and the engine gets random weights. The script also prints: the size of vLLM's KV cache against the
+estimate of arpo/start/memory.py (`ratio` = measured / estimated), the memory torch cannot give back to vLLM, and the
+speed of a checkpoint, of copies to pinned memory, and of an all-gather.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def random_weights(folder: str, device: torch.device) -> Iterator[tuple[str, tor
 
 
 def bandwidths(ranks: Ranks, num_bytes: int) -> dict[str, float]:
-    """GB/s, each the second time: to pinned memory, from it, and what an all-gather brings to each rank."""
+    """Return GB/s, measured at the second repeat: to and from pinned memory, and received per rank by an all-gather."""
     found, on_device = {}, torch.ones(num_bytes, dtype=torch.uint8, device=ranks.device)
     pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=ON_GPU)
     gathered = torch.empty(num_bytes * ranks.world_size, dtype=torch.uint8, device=ranks.device)
@@ -83,7 +83,7 @@ def bandwidths(ranks: Ranks, num_bytes: int) -> dict[str, float]:
 
 
 def checkpoint_speed(policy, optimizer, ranks: Ranks) -> float:
-    """GB/s of all ranks together, into a folder of runs/, which is removed; 0 where that disk is too small."""
+    """Return GB/s of all ranks together, into a temporary folder in runs/; 0 if the disk is too small."""
     num_bytes = STATE_BYTES * sum(p.numel() for p in policy.parameters())
     Path("runs").mkdir(exist_ok=True)
     if ranks.from_rank_0(shutil.disk_usage("runs").free < 1.2 * num_bytes):
@@ -97,7 +97,7 @@ def checkpoint_speed(policy, optimizer, ranks: Ranks) -> float:
 
 
 def kv_tokens(engine: Engine, shape_name: str, cfg: EngineConfig) -> dict[str, float]:
-    """Return the tokens of vLLM's KV cache ("ours"), and those that the arithmetic of a run's start says."""
+    """Return the tokens of vLLM's KV cache ("ours"), and the estimate made at the start of a run."""
     cache = engine.llm.llm_engine.vllm_config.cache_config
     found = float(cache.num_gpu_blocks * cache.block_size)
     total = torch.cuda.get_device_properties(0).total_memory if ON_GPU else 0

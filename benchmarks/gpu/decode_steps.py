@@ -1,11 +1,11 @@
-"""Milliseconds of a decode step by the number of rows, and how much of them the GPU computes.
+"""Milliseconds of a decode step by the number of rows, and the GPU's part of the time.
 
     python benchmarks/gpu/decode_steps.py [--quick] [--shape 7b]
 
-All rows are seeded and have the same context; weights are random. `step` is the time from step to step; `gpu` the sum
-of all kernels, from torch's profiler, in steps of their own; `host` = step - gpu, in which the GPU waits for Python.
-`ours` is the part of step outside vLLM's, `cost_model` what benchmarks/shared/cost_model.py says of an H100. Last line:
-JSON; `ratio` = gpu / step at the most rows.
+All rows are seeded and have the same context; weights are random. `step` is the time from step to step. `gpu` is the
+sum of all kernels, from torch's profiler, in separate steps. `host` = step - gpu: the GPU waits for Python in this
+time. `ours` is the part of a step outside vLLM. `cost_model` is the estimate of benchmarks/shared/cost_model.py for an
+H100. Last line: JSON; `ratio` = gpu / step at the most rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.shared.shapes import SHAPES, write_config
 
 ON_GPU = torch.cuda.is_available()
 WARM_UP = 8
-"""Steps after the prefill that are not counted."""
+"""Uncounted steps after the prefill."""
 
 
 def submit(engine: Engine, num_rows: int, context: int, num_tokens: int) -> None:
@@ -55,7 +55,7 @@ def measure(engine: Engine, num_rows: int, context: int, num_steps: int) -> dict
         inside[0] += time.perf_counter() - started
         return outputs
 
-    # the prefill of the last rows goes on while the first ones decode already
+    # the last rows are still in prefill while the first rows decode
     num_tokens = 2 * (WARM_UP + num_steps) + num_rows * context // 4096 + 64
     submit(engine, num_rows, context, num_tokens)
     vllm.step, started = timed, time.perf_counter()
@@ -67,7 +67,7 @@ def measure(engine: Engine, num_rows: int, context: int, num_steps: int) -> dict
     with profile(activities=activities) as profiler:
         for _ in range(num_steps):
             engine.step()
-    # a random model says its end token once in a vocabulary
+    # a random model samples the end token with probability 1 / vocabulary
     assert engine.num_running > 0.95 * num_rows, f"{engine.num_running} of {num_rows} rows are left"
     gpu_ms = sum(event.self_device_time_total for event in profiler.key_averages()) / 1000 / num_steps
     engine.abort(list(engine.running))

@@ -1,11 +1,11 @@
-"""Ranks that are lost to others which wait for them in NCCL: how long until the run ends, and does it say who?
+"""Lost ranks, while other ranks wait for them in NCCL: how long until the run ends, and does a line name the ranks?
 
     python benchmarks/gpu/lost_ranks.py [--quick]       (half of the GPUs is a node; without any, gloo and two ranks)
 
-Two torchruns on this machine play two nodes. All ranks reduce a tensor again and again; then those of the second node
-are killed, or frozen (no sign of life), or one of them stays away from the others though it lives. In each case all
-ranks of the first node must end by themselves, with one line that says what arpo/ranks/peers.py promises. Last line:
-JSON with the seconds until then, and the lines.
+Two torchruns on this machine play two nodes. All ranks reduce a tensor again and again. Then the ranks of the second
+node are killed, or frozen (no sign of life), or a live rank stays away from the collective. In each case all ranks of
+the first node must end by themselves, with the line promised by arpo/ranks/peers.py. Last line: JSON with the seconds
+until the end, and the lines.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CASES = {
     "frozen": GONE,
     "absent": r"error \(rank \d+\): the ranks did not meet .* though all are alive",
 }
-"""What happens -> the line in which the first node's ranks end."""
+"""Case -> the last line of the first node's ranks."""
 
 
 def work(folder: Path) -> None:
@@ -68,13 +68,14 @@ def launch(node: int, gpus: list[int], folder: Path, port: int) -> subprocess.Po
 
 
 def ranks_of(node: subprocess.Popen) -> list[int]:
-    """Process ids of a torchrun's workers: they are in sessions of their own."""
+    """Return the process ids of a torchrun's workers. Each worker has a separate session."""
     children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
     return [int(child) for child in children]
 
 
 def lose(case: str) -> tuple[float, str]:
-    """Return the seconds until the first node has ended, and its line. Raises AssertionError where there is none."""
+    """Return the seconds until the end of the first node, and the node's last line. Raises AssertionError without a
+    line."""
     gpus = list(range(torch.cuda.device_count()))
     half = len(gpus) // 2
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -2,11 +2,11 @@
 
     python benchmarks/gpu/run_rl.py [--quick] [--shape small|0.5b] [--ranks N] [train_rl.py's own flags]
 
-A model with random weights learns to say e and a, with Python and a local search as its tools. The run is killed (-9)
-in its third step, and continues from the checkpoint of the second to its fourth. Fails where it does not, or where the
-two parts do not log each step once. Last line: JSON with the seconds until the first step (cold: nothing is compiled
-yet, and warm), time/*, memory and the trainer's difference from vLLM (mismatch/kl) of the last step, and vLLM's KV
-cache against what the run's first lines had computed.
+A model with random weights learns to say e and a, with Python and a local search as tools. The run is killed (-9) in
+the third step, and continues from the checkpoint of the second step to the fourth. The script fails if the run does not
+continue, or if the two parts do not log each step once. Last line: JSON with the seconds until the first step (cold,
+before any compilation, and warm); time/*, memory and the trainer's difference from vLLM (mismatch/kl) of the last step;
+and the size of vLLM's KV cache against the estimate in the run's first lines.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def write_world(folder: Path, shape_name: str) -> list[str]:
     config.initializer_range = 0.2 if shape_name == "small" else 0.02
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if shape_name == "small":  # whose logits are large enough to matter: it calls its tools all the time
+    if shape_name == "small":  # its logits are large enough to matter: it calls tools all the time
         with torch.no_grad():
             hf.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids(TAGS)] *= 3
     hf.save_pretrained(model)
@@ -81,7 +81,7 @@ def write_world(folder: Path, shape_name: str) -> list[str]:
 
 
 def launch(folder: Path, num_ranks: int, argv: list[str], *, kill_after_step: int = 0) -> tuple[str, float]:
-    """Run train_rl.py to its end, or until it has logged that step and is killed; return output and start seconds."""
+    """Run train_rl.py to the end, or kill the run after a logged step. Return output and seconds of the start."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     log, metrics, started, start_s = folder / "log", folder / "runs" / "run" / "metrics.jsonl", time.monotonic(), 0.0

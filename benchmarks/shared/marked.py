@@ -1,4 +1,4 @@
-"""Signals to processes that have a mark in their environment, and so to all that they started, whatever its session."""
+"""Signals to processes with a mark in the environment. Child processes inherit the mark, also in other sessions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ MARK = "ARPO_GPU_SECTION"
 
 
 def signal_all(mark: str, number: int) -> None:
-    """Signal all processes that have the mark in their environment, one after the other, so that what they write at
-    their end into one log stays readable. One that has not ended after a second is left to itself."""
+    """Signal all processes with the mark, one after the other, so that their last lines in a common log stay readable.
+    Wait at most one second for the end of each process."""
     for folder in Path("/proc").glob("[0-9]*"):
         if has_mark(folder, mark):
             with contextlib.suppress(ProcessLookupError):
@@ -25,5 +25,5 @@ def signal_all(mark: str, number: int) -> None:
 def has_mark(process: Path, mark: str) -> bool:
     try:
         return f"{MARK}={mark}".encode() in (process / "environ").read_bytes()
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return False

@@ -1,4 +1,4 @@
-"""Real vLLM that samples prescribed tokens, so that schedules can be compared on exactly the same trajectories."""
+"""Real vLLM with prescribed tokens instead of samples: schedules can be compared on exactly the same trajectories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.shared.tiny_model import LETTERS
 
 
 class PrescribedTokens:
-    """The tokens that each request "samples", by its id "prompt|trajectory|turn".
+    """The prescribed tokens of each request, by the request's id "prompt|trajectory|turn".
 
     The first `tool_turns` turns are calls, the next one is an answer and the end token. The number of letters is
     log-uniform from `shortest` to `longest`.

@@ -1,8 +1,8 @@
-"""Runs all benchmarks one after the other and writes their numbers to benchmarks/RESULTS.md.
+"""Runs all benchmarks one after the other and writes the numbers to benchmarks/RESULTS.md.
 
     python benchmarks/shared/results.py [--quick] [--preliminary] [names ...]          (make results)
 
-With names, only these scripts run, and their rows are replaced. `ratio` is baseline / ours: above 1 we are faster (or
+With names, only the named scripts run and replace their rows. `ratio` is baseline / ours: above 1 we are faster (or
 smaller).
 """
 
@@ -53,7 +53,7 @@ EXTRAS = {
     ),
     "tree_training": ("token_ratio", "gradient_difference", "contexts_ratio", "contexts_token_ratio"),
 }
-"""Script -> further numbers of its last line for the column "more"."""
+"""Script -> further numbers of the last line for the column "more"."""
 TIMEOUT_S = 3600
 """Limit for a script. no_rank_waits.py takes longest, about 20 minutes of a core."""
 HEAD = """# Benchmarks
@@ -86,7 +86,7 @@ def cpu_info() -> list[str]:
 
 
 def run(script: Path, settings: str) -> str:
-    """Run a script, print its output, and return its row of the table."""
+    """Run a script, print the output, and return the script's row of the table."""
     print(f"== {script.name}", flush=True)
     started = time.perf_counter()
     command = [sys.executable, str(script), *(["--quick"] if settings.startswith("quick") else [])]
@@ -102,7 +102,7 @@ def run(script: Path, settings: str) -> str:
 
 
 def row(name: str, last_line: str, settings: str) -> str:
-    """Return a row of the table. A last line that is not a JSON object is an error message, and goes into the row."""
+    """Return a row of the table. If the last line is not a JSON object, the line is an error message for the row."""
     today = datetime.date.today().isoformat()
     if not last_line.startswith("{"):
         return f"| {name} | none | | | | {last_line} | {settings} | {today} | {hardware()} |"

@@ -1,4 +1,4 @@
-"""A random Qwen3 whose tokens are single bytes and tags: for benchmarks in which nobody reads a text."""
+"""A random Qwen3 with single bytes and tags as tokens, for benchmarks without meaningful texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def write_tokenizer(folder: str | Path, vocab_size: int = VOCAB_SIZE):
-    """Write a tokenizer and its chat template, and return it. Each token can be decoded."""
+    """Write a tokenizer and a chat template, and return the tokenizer. Each token can be decoded."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

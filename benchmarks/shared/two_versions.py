@@ -1,7 +1,7 @@
-"""One benchmark on two versions of the code in turn, so that other work on the machine slows both alike.
+"""A benchmark on two versions of the code in turn, so that other work on the machine slows both versions alike.
 
-Each version is a separate process with today's script. One uses `arpo` as it is here, the other as it was at a git ref.
-For each line of stdin, the script measures one round and prints a JSON object (`serve_rounds`).
+Each version is a separate process with today's script. The first uses the present `arpo`, the second uses the `arpo` of
+a git ref. For each line of stdin, the script measures one round and prints a JSON object (`serve_rounds`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def serve_rounds(measure: Callable[[], dict[str, float]]) -> None:
-    """Be one of the two versions: answer each line of stdin with a line of numbers, until stdin ends."""
+    """Answer each line of stdin with a line of numbers, until stdin ends. Each of the two versions calls this."""
     for _ in sys.stdin:
         print(json.dumps(measure()), flush=True)
 
@@ -29,9 +29,9 @@ def serve_rounds(measure: Callable[[], dict[str, float]]) -> None:
 def rounds_of_both(
     script: str, arguments: list[str], ref: str, num_rounds: int, *, root: Path = ROOT
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Return the rounds of the code here, and the rounds of the code at `ref`. They take turns in being first.
+    """Return the rounds of the present code, and the rounds of the code at `ref`. The versions take turns to be first.
 
-    script: path below `root`, the repository. Ends the program with one line if there is no such ref, or if a version
+    script: path below `root`, the repository. Ends the program with one line if the ref does not exist, or if a version
     does not answer.
     """
     rounds: dict[str, list[dict[str, float]]] = {"here": [], ref: []}
@@ -49,7 +49,7 @@ def rounds_of_both(
 
 @contextlib.contextmanager
 def checked_out(ref: str, root: Path) -> Iterator[Path]:
-    """Make a folder with `arpo` as it was at `ref`, and the benchmarks of today."""
+    """Make a folder with the `arpo` of `ref` and today's benchmarks."""
     command = ["git", "-C", str(root), "archive", "--format=tar", ref, "arpo"]
     archive = subprocess.run(command, capture_output=True)
     if archive.returncode:
@@ -64,7 +64,7 @@ def checked_out(ref: str, root: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def version(root: Path, script: str, arguments: list[str]) -> Iterator[subprocess.Popen]:
-    """Run the script of the code in `root`; it ends when its stdin does."""
+    """Run the script with the code in `root`. The process ends at the end of stdin."""
     command = [sys.executable, str(root / script), *arguments]
     process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -78,7 +78,7 @@ def version(root: Path, script: str, arguments: list[str]) -> Iterator[subproces
 
 
 def next_round(process: subprocess.Popen, name: str) -> dict[str, float]:
-    """Let the version measure once. What it prints besides is passed over."""
+    """Ask the version for one measurement. Other output of the version is ignored."""
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write("\n")
         process.stdin.flush()

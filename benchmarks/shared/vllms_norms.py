@@ -1,4 +1,4 @@
-"""vLLM as it comes on a CPU, to compare with."""
+"""Unchanged vLLM on a CPU, for comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def vllms_norms() -> Iterator[None]:
-    """Within the block vLLM computes RMSNorm by its own operations, not by those of arpo/engine/cpu_norms.py."""
+    """Within the block vLLM computes RMSNorm with vLLM's operations, not with arpo/engine/cpu_norms.py."""
     from vllm.ir import ops
 
     with ops.rms_norm.set_priority(["native"]), ops.fused_add_rms_norm.set_priority(["native"]):

@@ -1,7 +1,8 @@
-"""A branch tree that grows, as an animated SVG: `python -m extras.viewer.growing PAGE.html GROUP OUT.svg`.
+"""A growing branch tree, as an animated SVG: `python -m extras.viewer.growing PAGE.html GROUP OUT.svg`.
 
-PAGE is a page of the viewer, GROUP the number of a question in it, from 0; chromium draws it. docs/tree.svg is one. It
-grows from left to right, over and over; whole at once for readers who want no motion.
+PAGE is a page of the viewer, GROUP the number of a question on the page, from 0. Chromium draws the tree; docs/tree.svg
+is an example. The tree grows from left to right, over and over. Readers with "reduced motion" see the whole tree at
+once.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from arpo.errors import UserError
 from arpo.start.load import run_or_exit
 
 GROW_S, HOLD_S = 6.0, 6.0
-"""Seconds in which the tree grows, and for which it then stays."""
+"""Seconds of growth, and seconds with the complete tree."""
 COLUMN = 125
-"""Pixels that appear at once: half a turn."""
+"""Width of the part appearing at once, in pixels: half a turn."""
 FIRST = 2
-"""Columns that are there from the start: the first turn of the roots. Else a reader would see an empty box first."""
+"""Columns visible from the start: the first turn of the roots. Without them the animation begins with an empty box."""
 RULES = re.compile(r":root \{.*?\}|^(?:svg|\.dim) [^\n]*", re.DOTALL | re.MULTILINE)
-"""What a drawing needs of the viewer's style."""
+"""The parts of the viewer's style used by a drawing."""
 
 
 def growing(page: Path, group: int) -> str:
