@@ -1,4 +1,4 @@
-"""The config section of the reward, of training and of evaluation. See options.py."""
+"""The config section of the reward, for training and evaluation. See options.py."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ class RewardConfig:
     """The score of a finished trajectory."""
 
     compat: Annotated[Literal["paper", "upstream"], BUILT_IN, SAYS_BY_RULE, Needs("protocol.format", "tags")] = "paper"
-    """paper = ALGORITHM as published, format judged on model-written text; upstream = the released score, exactly."""
+    """paper = ALGORITHM as published, with the format judged on model-written text; upstream = the released score,
+    exactly."""
     bonus_tools: Annotated[tuple[str, ...], BUILT_IN, EARNS_BONUS, Needs("reward.compat", "paper")] = (
         "search",
         "python",
     )
-    """Tools that must all have been called with success for a right answer to earn 0.1 more; empty = no bonus."""
+    """A right answer earns 0.1 more if all these tools were called with success. Empty = no bonus."""
     file: Annotated[str, ONE_REWARD] = ""
-    """Your own reward, FILE.py:FUNCTION or FILE.py, whose function is compute_score; empty = the built-in one. It takes
-    (data_source, solution_str, ground_truth, extra_info) or (trajectory, prompt) and returns a float or a dict with
-    `score`; or (list of {output, answer, data_source}) or (trajectories, prompts), and returns a list of these. It may
-    be async."""
+    """Your own reward: FILE.py:FUNCTION, or FILE.py with a function compute_score. Empty = the built-in reward. The
+    function takes (data_source, solution_str, ground_truth, extra_info) or (trajectory, prompt), and returns a float or
+    a dict with `score`; or the function takes (list of {output, answer, data_source}) or (trajectories, prompts), and
+    returns a list of floats or dicts. The function may be async."""
 
     @property
     def function(self) -> str:
@@ -48,13 +49,13 @@ class TrainingRewardConfig(RewardConfig):
     """The score of a finished trajectory, or the weighted sum of several."""
 
     terms: tuple[str, ...] = ()
-    """Named rewards with weights, whose weighted sum is the reward, like answer=1 my_reward.py:style=0.2 (a function of
-    your own). Weight 0 = only logged. Names: answer = the built-in reward, whose parts are format, accuracy and
-    tool_bonus; overlong = from 0 to -1 towards the length limit; or your own (TERMS in arpo/rewards/terms.py). Empty =
-    the built-in reward alone, or that of reward.file."""
+    """Named rewards with weights, like answer=1 my_reward.py:style=0.2 (your own function). The weighted sum is the
+    reward. Weight 0 = only log the term. Names: answer = the built-in reward, with the parts format, accuracy and
+    tool_bonus; overlong = from 0 to -1 towards the length limit; or your own name (TERMS in arpo/rewards/terms.py).
+    Empty = only the built-in reward, or the reward of reward.file."""
     overlong_buffer_tokens: Annotated[int, AtLeast(0), Needs("reward.terms", has=("overlong",), use="overlong=1")] = 0
-    """overlong: last tokens of rollout.max_response_tokens, over which its value falls from 0 to -1 (DAPO: 4096 of
-    20480)."""
+    """overlong: number of last tokens of rollout.max_response_tokens. Over these tokens the value of overlong falls
+    from 0 to -1 (DAPO: 4096 of 20480)."""
 
     @property
     def weights(self) -> dict[str, float]:
