@@ -1,7 +1,7 @@
 """Save the state of a training with a Hugging Face folder, and resume from it.
 
 A failed save does not end the run if later saves can replace it. Under run.async_save a thread writes a copy, one save
-at a time. It talks to the other ranks' threads over a separate process group.
+at a time. The thread talks to the threads of the other ranks over a separate process group.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ class Saver:
             self.save(step, progress, rank_file, is_final=is_final)
 
     def save(self, step: int, progress: dict | None = None, rank_file: bytes | None = None, *, is_final: bool) -> None:
-        """Write the checkpoint. Every run.save_hf_every-th one, and the last one, has an export too.
+        """Write the checkpoint. Every run.save_hf_every-th checkpoint, and the last checkpoint, has an export too.
 
-        If it fails, rank 0 warns. Raises NotWritten after too many failures in a row, and if `is_final`, since no later
-        save follows. Under run.async_save the next save raises this error. Raises UserError for weights that are not
-        finite.
+        If the save fails, rank 0 warns. Raises NotWritten after too many failures in a row, and if `is_final`, since no
+        later save follows. Under run.async_save the next save raises this error. Raises UserError for non-finite
+        weights.
         """
         self.wait()
         self._check_finite(step)
@@ -131,7 +131,7 @@ class Saver:
             )
 
     def wait(self) -> None:
-        """Wait for the save in progress. Raises NotWritten if it failed, and too many before it."""
+        """Wait for the save in progress. Raises NotWritten if this save failed after too many failures in a row."""
         if self.pending:
             step, future = self.pending
             self.pending = None

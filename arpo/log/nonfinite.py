@@ -1,4 +1,4 @@
-"""Error message and dump for a mini-batch with a loss or gradient that is not finite."""
+"""Error message and dump for a mini-batch with a non-finite loss or gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from arpo.ranks import Ranks
 
 
 class NonFinite(FloatingPointError):
-    """A gradient norm that is not finite, with the losses of this rank's micro-batches if known."""
+    """A non-finite gradient norm, with the losses of this rank's micro-batches if known."""
 
     def __init__(self, message: str, losses: Sequence[torch.Tensor]):
         super().__init__(message)
@@ -28,8 +28,8 @@ def reported_if_not_finite(
 ) -> Iterator[None]:
     """Turn a FloatingPointError in the block into a UserError that ends the run, and dump the micro-batches.
 
-    The block is the update of these micro-batches. The dump goes to RUN/nonfinite, from the ranks with a loss that is
-    not finite, or from all ranks if there is no such loss. torch.load reads it: one dict of tensors per micro-batch.
+    The block is the update of these micro-batches. The dump goes to RUN/nonfinite, from the ranks with a non-finite
+    loss, or from all ranks if all losses are finite. torch.load reads the dump: a dict of tensors per micro-batch.
     All ranks raise the same error. name: "step 3, mini-batch 2". also: called first, to dump more.
     """
     try:

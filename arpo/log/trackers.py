@@ -1,7 +1,7 @@
 """Trackers show the metrics of a run in other programs, like TensorBoard. (metrics.jsonl has them in any case.)
 
-A tracker is one function, in your file (run.trackers FILE.py:NAME) or with a line in TRACKERS. A failed import is an
-error before the model is loaded. A later failure is one warning, and the tracker is turned off: it never ends the run.
+A tracker is a function, in a custom file (run.trackers FILE.py:NAME) or with a line in TRACKERS. A failed import is an
+error before the model is loaded. A later failure gives a warning and turns the tracker off, but never ends the run.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class TensorBoard:
 
 
 def _hook_of_threads(failure: threading.ExceptHookArgs) -> None:
-    """Print a thread's error, except for TensorBoard's threads. Its next call raises their error, and `Trackers` prints
-    it as one line."""
+    """Print a thread's error, except for TensorBoard's threads. TensorBoard's next call raises the error of its thread,
+    and `Trackers` prints the error as a line."""
     if not type(failure.thread).__module__.startswith("tensorboard."):
         threading.__excepthook__(failure)
 
@@ -88,7 +88,7 @@ def _hook_of_threads(failure: threading.ExceptHookArgs) -> None:
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
 }
-"""Values of `run.trackers`. Each tracker imports its package itself."""
+"""Values of `run.trackers`. Each tracker imports the needed package itself."""
 
 
 # ---- all of a run's trackers

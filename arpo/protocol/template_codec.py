@@ -1,4 +1,4 @@
-"""The codec for forms that the chat template writes: prompts, calls and results look as in the model's own training.
+"""The codec for forms written by the chat template: prompts, calls and results look as in the model's own training.
 
 Sampled tokens are never changed. Between the end token of a turn with calls and the first token of the next turn the
 template writes the results. This text depends only on the results, not on the turn. It is rendered in a short
@@ -28,7 +28,7 @@ QUESTION = {"role": "user", "content": "question"}
 
 
 class TemplateCodec(Codec):
-    """Codec for chat templates that list tools, and have turns for calls and results.
+    """Codec for chat templates with a list of tools, and with turns for calls and results.
 
     Raises UserError for other templates, and for a template with another form of calls. (Codec raises more of them.)
     """
@@ -36,7 +36,7 @@ class TemplateCodec(Codec):
     call_form: str
     """The form of the template's calls, for error messages."""
     tools_mark: str
-    """Text in a file's system message that shows that the message lists tools itself."""
+    """Mark in a file's system message: the message lists the tools itself."""
     forms: ClassVar[list[type[TemplateCodec]]] = []
     """All subclasses."""
 
@@ -49,7 +49,7 @@ class TemplateCodec(Codec):
 
     @property
     def turn_ends(self) -> tuple[str, ...]:
-        """Special tokens that end a turn. The template's text for the next turn follows them."""
+        """Special tokens at the end of a turn. The template's text for the next turn follows."""
         return (self.tokenizer.eos_token,)
 
     @property
@@ -112,7 +112,7 @@ class TemplateCodec(Codec):
         return super().render_prompt(messages, tools)
 
     def _system_error(self, messages: list[dict[str, Any]]) -> str:
-        """Return the error of a system message that asks for calls in tags (as in the published files); "" = none."""
+        """Return an error if a system message asks for calls in tags (as in the published files); "" = no error."""
         system_prompt = messages[0]["content"] if messages[0]["role"] == "system" else ""
         tag = tag_pattern(self.tools).search(system_prompt)
         if tag is None:
@@ -223,7 +223,7 @@ class TemplateCodec(Codec):
 
 
 def longest_share(sizes: Sequence[int], room: int) -> int:
-    """Return the largest size for each that fits into a common room. Small ones leave room to others.
+    """Return the largest limit per size so that all sizes fit into a common room. Small sizes leave room to others.
 
     >>> longest_share([100, 10, 300], room=210)
     100

@@ -1,4 +1,4 @@
-"""The text that each token adds to a decoded response, and the runs of a response."""
+"""The text added by each token to a decoded response, and the runs of a response."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class TokenTexts:
     """The texts of one tokenizer's tokens. Each token is decoded once."""
 
     def __init__(self, tokenizer, decode: Callable[[Sequence[int]], str], anchor: list[int]):
-        """anchor: tokens of any text that does not end in a space."""
+        """anchor: tokens of any text without a space at the end."""
         self.tokenizer = tokenizer
         self.decode = decode
         self.anchor = anchor
         self._cache: dict[int, str] = {}
 
     def pieces(self, token_ids: list[int]) -> list[str]:
-        """Return the text that each token adds. A character of several tokens is added by its last token.
+        """Return the text added by each token. The last token of a character with several tokens adds the character.
 
         The pieces add up to the text of all tokens if the decoder decodes token by token. All decoders in use do this,
-        and the caller checks it.
+        and the caller checks the sum.
         """
         pieces = [self.decode(token_ids[:1]), *map(self._piece, token_ids[1:])]
         if any(BROKEN in piece for piece in pieces):
@@ -48,7 +48,7 @@ class TokenTexts:
         return self._cache[token]
 
     def _join_bytes(self, pieces: list[str], token_ids: list[int]) -> list[str]:
-        """Return the pieces with characters that several tokens make up from their bytes."""
+        """Return the pieces. A character made from the bytes of several tokens is in the piece of the last token."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # replaces like the tokenizers' decoders
         broken = {token for piece, token in zip(pieces, token_ids, strict=True) if BROKEN in piece}
         bytes_of = {token: self._bytes(token) for token in broken}

@@ -1,7 +1,7 @@
 """Preemption: after SIGTERM or SIGUSR1 the running step ends, and the scripts save and exit with code 0.
 
-torchrun passes SIGTERM on to its ranks, kills them 30 s later (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, in seconds), and exits
-with another code. It ignores SIGUSR1: scripts/slurm_train_rl.sh sends this signal directly to the ranks.
+torchrun passes SIGTERM on to the ranks, kills the ranks 30 s later (TORCH_ELASTIC_SHUTDOWN_TIMEOUT, in seconds), and
+exits with another code. torchrun ignores SIGUSR1: scripts/slurm_train_rl.sh sends this signal directly to the ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Records signals that ask this rank to stop. Before its construction such a signal ends the process."""
+    """Records the signals to stop this rank. Before the construction of this object, a signal ends the process."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -52,7 +52,7 @@ class StopRequest:
 
 
 def a_peer_is_gone() -> bool:
-    """True if torchrun has fewer children than it started on this node. It has reaped dead children by then."""
+    """True if torchrun has fewer children than ranks on this node. torchrun has reaped dead children by then."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     threads = Path(f"/proc/{os.getppid()}/task").glob("*/children")

@@ -1,7 +1,7 @@
 r"""The released `deep_research` score with its defects, for comparison with published runs (UPSTREAM facts, sec. 3).
 
-Its defects: it reads tool results too. It scores everything by word F1, so 5 = -5 and 105 = 1.05. It pays the bonus if
-both closing tags occur anywhere.
+The defects: the score also reads tool results. All answers are scored by word F1, so 5 = -5 and 105 = 1.05. The bonus
+is paid if both closing tags occur anywhere.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def answered(
     calling: dict[str, list[int]],
     name_of: Callable[[str], str],
 ) -> list[tuple[Owner, str, list[RecordedCall]]]:
-    """Return the records without the calls whose results the trajectory has not read yet: those run again."""
+    """Return the records without calls with an unread result: such calls run again."""
     lives_calling = {live.owner: live for live in lives if live.key in calling}
     kept = []
     for owner, name, calls in records:
@@ -92,7 +92,7 @@ def answered(
         if live:
             turn = live.trajectory.turns[-1]
             indices = [i for i, call in enumerate(turn.tool_calls) if name_of(call.tag) == name and call.executed]
-            # a session answers in the order of the calls, so the calls that have been read are the first ones
+            # a session answers in the order of the calls, so the calls already read are the first calls
             num_read = sum(i not in calling[live.key] for i in indices)
             of_earlier_turns = [call for call in calls if call.turn < live.turn_index]
             of_this_turn = [call for call in calls if call.turn == live.turn_index]

@@ -1,4 +1,4 @@
-"""The only loop that takes in tokens and tool results, and the source that it samples."""
+"""The only loop for tokens and tool results, and the source of its prompts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from arpo.trajectory import Group, Prompt
 
 
 class Source:
-    """Gives out prompts and collects finished groups. This one gives out all prompts at once, on this rank."""
+    """Gives out prompts and collects finished groups. This class gives out all prompts at once, on this rank."""
 
     max_decoding = math.inf
     """No further prompt starts while the engine decodes this many trajectories."""
     max_unfinished = math.inf
     """No further prompt starts while this many trajectories are unfinished."""
     hears_others = False
-    """True if other ranks may end it. Then a rank whose engine is idle polls the store while its tools work."""
+    """True if other ranks may end the source. Then a rank with an idle engine polls the store while tools work."""
 
     def __init__(self, loop: Rollout, prompts: Sequence[Prompt], seed: str):
         """`seed` names the random numbers: the run's seed, and the rollout within the run."""
@@ -27,9 +27,9 @@ class Source:
         self.prompts = prompts
         self.seed = seed
         self.left = deque(range(len(prompts)))
-        """Indices of the prompts that have not started."""
+        """Indices of the prompts not started yet."""
         self.started: dict[str, int] = {}
-        """prompt_id -> index, of the prompts that have started."""
+        """prompt_id -> index, for all started prompts."""
         self.groups: dict[int, Group] = {}
         """Index of the prompt -> its finished group."""
 
@@ -63,7 +63,7 @@ class Source:
         return not (self.left or self.loop.num_unfinished)
 
     def end(self) -> None:
-        """Called once it is done."""
+        """Called once the source is done."""
 
 
 def drive(source: Source, on_round: Callable[[], None] = lambda: None) -> None:

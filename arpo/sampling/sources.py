@@ -129,15 +129,15 @@ class Refilled(OneRollout):
     """
 
     def __init__(self, sampler: Sampler, prompts: Sequence[Prompt], name: int | str, *, num_wanted: int):
-        """`prompts` are all that the step may draw."""
+        """`prompts`: all prompts available to the step."""
         super().__init__(sampler, prompts, name)
         self.limit_to_share_of(num_wanted)
         self.num_wanted = num_wanted
         self.poller = StorePoller(sampler)
         self.is_mixed: dict[int, bool] = {}
-        """Index of the prompt -> True if its group is mixed, for all groups of which this rank has heard."""
+        """Index of the prompt -> True if its group is mixed, for all groups known to this rank."""
         self.num_counted = 0
-        """Number of the first prompts whose groups are all known."""
+        """Number of leading prompts with known groups."""
         self.num_mixed = 0
         """Number of mixed groups among them."""
         self.num_taken: int | None = None
