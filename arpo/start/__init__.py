@@ -1,1 +1,2 @@
-"""What a script does before a model is loaded (inputs, memory, ranks), and how it ends where it cannot go on."""
+"""The steps of a script before a model is loaded: check inputs, memory and ranks. A script that cannot go on ends
+here."""

@@ -1,7 +1,7 @@
-"""Checks for contradictions between the sections of a config. Each check yields one message a contradiction.
+"""Checks for contradictions between the sections of a config. Each check yields one message per contradiction.
 
-A section itself checks its own fields, and config/facts.py checks single knobs. This module does not import
-torch, so a mistake shows at once.
+A section itself checks its own fields, and config/facts.py checks single knobs. This module does not import torch, so a
+mistake shows at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_sizes(
 
 
 def check_context(rollout: RolloutConfig, longest: int, max_row: float = inf) -> Iterator[str]:
-    """Yield a message for each setting of rollout.context that cannot work.
+    """Yield a message for each impossible setting of rollout.context.
 
     `longest`: most tokens of one context, with its prompt. `max_row`: most tokens of a row in training.
     """
@@ -86,7 +86,7 @@ def check_result_room(search: SearchConfig, rollout: RolloutConfig) -> Iterator[
 
 
 def check_loss(loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
-    """Yield a message for settings under which a part of the loss has no gradient, or the KL comes too late."""
+    """Yield a message if a part of the loss has no gradient under these settings, or if the KL comes too late."""
     if loss.dual_clip is not None and loss.dual_clip <= 1:
         yield (
             f"loss.dual_clip={loss.dual_clip} must be above 1, or no token with a negative advantage has a gradient at "
@@ -107,7 +107,7 @@ def check_loss(loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
 def check_sampling_policy(
     engine: EngineConfig, loss: LossConfig, rollout: RolloutConfig, advantage: AdvantageConfig
 ) -> Iterator[str]:
-    """Yield a message for tokens of an older or quantised policy that the loss does not correct for."""
+    """Yield a message if an older or quantised policy samples tokens and the loss does not correct for this."""
     if rollout.carry_over > 0:  # a group has tokens of several policies
         why = f"rollout.carry_over={rollout.carry_over} cannot go with"
         if loss.rollout_correction == "none":
@@ -130,7 +130,7 @@ def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossCon
     need_whole_rows = names_of("losses", "NEED_WHOLE_ROWS") + names_of("rollout_correction", "NEED_WHOLE_ROWS")
 
     def combines(value: str) -> bool:
-        """True if the function combines tokens of a row, or may do so, being the user's."""
+        """True if the function combines tokens of a row. A user's function may do so, and counts as True."""
         return is_own(value) or value in need_whole_rows
 
     for wrong, option in (
@@ -145,7 +145,7 @@ def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossCon
 
 
 def check_terms(reward: TrainingRewardConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Yield a message for each term of the reward that cannot have a value."""
+    """Yield a message for each term of the reward without a possible value."""
     if "overlong" in reward.weights and rollout.context != "append":
         yield f"reward term overlong counts the tokens of one context; drop it, or rollout.context={rollout.context}"
     if "overlong" in reward.weights and reward.overlong_buffer_tokens >= rollout.max_response_tokens:

@@ -10,8 +10,9 @@ from arpo.tools import prices, tool_schemas
 def expected_calls(tools: ToolsConfig, rollout: RolloutConfig, num_steps: int, num_prompts: int) -> str:
     """Return a line on the tool calls of a run of `num_steps` steps, and their price; "" for a run without calls.
 
-    The range is from one call a trajectory to the limit. The real number may be lower: a fork does not repeat the calls
-    that it inherits, and a cached answer is free. It may be higher: resampled prompts and validations are not counted.
+    The range is from one call per trajectory to the limit. The real number may be lower: a fork does not repeat
+    inherited calls, and a cached answer is free. The real number may be higher: resampled prompts and validations are
+    not counted.
     """
     most = rollout.max_tool_calls
     if not tools.names or not most:

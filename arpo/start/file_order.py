@@ -1,4 +1,4 @@
-"""What to say of config files in the wrong order: later files win, so a model's file comes first."""
+"""Messages about config files in the wrong order. Later files win, so a model's file comes first."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 
 def overridden_recipes(files: Sequence[tuple[str, Mapping[str, list[str]]]]) -> Iterator[str]:
-    """Yield a warning for each file without a model that stands before a model's file which changes its settings.
+    """Yield a warning for each file without a model, if a later model's file changes settings of this file.
 
-    files: name and settings (key -> values) of each, as they were given. After `arpo_top.yaml qwen2.5_7b.yaml` a run
-    has the 7B file's number of roots: it is another algorithm, and no error.
+    files: name and settings (key -> values) of each file, in the given order. Example: after `arpo_top.yaml
+    qwen2.5_7b.yaml` a run has the 7B file's number of roots. The run then has a different algorithm, without any error.
     """
     for number, (recipe, settings) in enumerate(files):
         if "model.path" in settings:
@@ -24,5 +24,5 @@ def overridden_recipes(files: Sequence[tuple[str, Mapping[str, list[str]]]]) -> 
 
 
 def swap_hint(off: str, on: str) -> str:
-    """Return the advice to swap two files, where `off`, which comes first, switches off what `on` sets."""
+    """Return the advice to swap two files. `off` comes first, and switches off the settings of `on`."""
     return f"; {off} says so, and comes before: put the model's file first ({on} {off})"

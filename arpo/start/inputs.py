@@ -1,7 +1,7 @@
-"""Checks the files that the options name, before torch is imported. So a misspelt path is reported in a second.
+"""Checks the files named by the options before torch is imported. So a misspelt path is reported in a second.
 
 `load_or_exit` calls the check of its script: `check_rl`, sft/inputs.py:check_sft, or evals/inputs.py:check_evaluation.
-They read the first rows of data only.
+The checks read only the first rows of data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from arpo.tools.search.tool import check_search
 from arpo.trajectory import Prompt
 
 NUM_ROWS = 50
-"""Number of first rows of a file that are checked."""
+"""Number of first rows to check in each file."""
 IMPORTED = (
     "loss.kind",
     "loss.aggregation",
@@ -38,11 +38,12 @@ IMPORTED = (
     "data.order",
     "protocol.format",
 )
-"""Options whose FILE.py is imported here, so that an error in it shows before a model is loaded."""
+"""The FILE.py of these options is imported here, so an error in the file shows before a model is loaded."""
 
 
 def check_rl(cfg: Any) -> None:
-    """Raise UserError for the first file of train_rl.py's config that is missing or has no usable first rows."""
+    """Raise UserError for the first missing file in train_rl.py's config, or the first file without usable first
+    rows."""
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     check_questions(filter(None, (cfg.data.train, cfg.data.valid)), cfg.tools)
     for option in IMPORTED:
@@ -53,7 +54,7 @@ def check_rl(cfg: Any) -> None:
 
 
 def check_run(cfg: Any) -> None:
-    """Check the run's folder, its data and its trackers, for both trainings. Raises UserError."""
+    """Check the folder, the data and the trackers of a run, for both trainings. Raises UserError."""
     check_run_folder(cfg.run, cfg)
     files = [local_file(path) for path in (cfg.data.train, cfg.data.valid) if path]
     if os.environ.get("RANK", "0") == "0" and len({digest_of(file) for file in files}) < len(files):
@@ -63,9 +64,10 @@ def check_run(cfg: Any) -> None:
 
 
 def check_questions(paths: Iterable[str], tools: ToolsConfig) -> None:
-    """Check the first rows of files with questions, and the settings of the search.
+    """Check the first rows of question files, and the settings of the search.
 
-    Raises UserError if none of a file's rows is a question, if a row offers an unknown tool, or for the search.
+    Raises UserError if a file has no question among these rows, if a row offers an unknown tool, or if the search
+    settings are wrong.
     """
     tags = tuple(tool_schemas(tools))
     for path in paths:

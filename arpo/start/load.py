@@ -1,6 +1,6 @@
-"""Reads YAML files and flags into a frozen config; bad input becomes one line and exit code 2.
+"""Reads YAML files and flags into a frozen config. Bad input becomes one line and exit code 2.
 
-Precedence: default < first YAML < later YAML < flag. YAMLs are turned into flags, which tyro parses and checks alike.
+Precedence: default < first YAML < later YAML < flag. YAML settings become flags, so tyro parses and checks both alike.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ COMMAND_LINE = "command line"
 ALSO = "\n  also: "
 """Separates the errors of one message."""
 SCRIPTS = ("train_sft", "train_rl", "evaluate")
-"""Names of the scripts. Only that script reads a top-level mapping of its name in a YAML. A root config has SCRIPT."""
+"""Names of the scripts. A top-level mapping in a YAML with a script's name is read only by this script. A root config
+has SCRIPT."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The value that one file, or the command line, gives to one key."""
+    """The value of one key in one file, or on the command line."""
 
     values: list[str]
     where: str
     """The file, or COMMAND_LINE."""
     level: int
-    """0 for the first file; the higher one wins."""
+    """0 for the first file. The higher level wins."""
 
 
 def load_config(root: type[C], argv: list[str] | None = None) -> C:
     """Return the checked config of `[a.yaml b.yaml ...] [--section.field value ...]`. Raises UserError.
 
-    Without run.name, the run is called after the files: configs/qwen3_8b.yaml configs/aepo.yaml -> qwen3_8b-aepo.
+    Without run.name, the files name the run: configs/qwen3_8b.yaml configs/aepo.yaml -> qwen3_8b-aepo.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     paths: list[Path] = []
@@ -82,10 +83,10 @@ def load_config(root: type[C], argv: list[str] | None = None) -> C:
 
 
 def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
-    """Return the config of the settings. A setting that a later file or flag made ineffective is dropped.
+    """Return the config of the settings. If a later file or flag makes a setting ineffective, the setting is dropped.
 
     Example: num_initial_rollouts=6 in a model's file, then selector=none in an algorithm's file: the 6 is dropped.
-    Raises UserError if both are in one file, or in the other order.
+    Raises UserError if both settings are in one file, or in the other order.
     """
     check_entries(settings)
     settings = dict(settings)
@@ -114,7 +115,7 @@ def resolve(root: type[C], settings: dict[str, Setting], where: str) -> C:
 
 
 def no_effect(useless: Ignored, settings: dict[str, Setting]) -> str:
-    """Return the message for a setting without effect. It has a hint if the two files stand in the wrong order."""
+    """Return the message for a setting without effect, with a hint if the two files stand in the wrong order."""
     on = settings[useless.knob]
     off = settings.get(useless.owner)
     hint = swap_hint(off.where, on.where) if off and 0 <= off.level < on.level and on.where != COMMAND_LINE else ""
@@ -122,14 +123,14 @@ def no_effect(useless: Ignored, settings: dict[str, Setting]) -> str:
 
 
 def _as_flags(key: str, values: list[str]) -> list[str]:
-    """Return a setting as flags. One value is written --key=value, since it may begin with a dash."""
+    """Return a setting as flags. A single value is written --key=value, since the value may begin with a dash."""
     return [f"--{key}={values[0]}"] if len(values) == 1 else [f"--{key}", *values]
 
 
 def check_entries(settings: dict[str, Setting]) -> None:
-    """Raise UserError for an entry of a longer list that begins with a dash and is no number.
+    """Raise UserError if an entry of a list of several entries begins with a dash and is no number.
 
-    tyro would read it as a flag, so a file's list could set another key, or print the help.
+    tyro would read the entry as a flag. A list in a file could then set another key, or print the help.
     """
     for key, setting in settings.items():
         for entry in setting.values if len(setting.values) > 1 else []:
@@ -160,15 +161,15 @@ def load_or_exit(root: type[C], check: Callable[[C], None] = lambda cfg: None) -
 def check_encoding(name: str) -> None:
     """Raise UserError unless Python reads files as UTF-8.
 
-    Otherwise torch's compiler cannot read one of torch's files. A second try then fails with "duplicate template name"
-    (seen in torch 2.13).
+    Without UTF-8, torch's compiler cannot read one of torch's files. A second try then fails with "duplicate template
+    name" (seen in torch 2.13).
     """
     if codecs.lookup(name).name != "utf-8":
         raise UserError(f"Python reads files as {name} here, and torch's are UTF-8; set PYTHONUTF8=1")
 
 
 def run_or_exit(function: Callable[[T], C], argument: T) -> C:
-    """Return what a function (a script's main, say) returns. Bad input ends the process with one line and code 2."""
+    """Return the result of a function (a script's main, say). Bad input ends the process with one line and code 2."""
     try:
         return function(argument)
     except UserError as error:
@@ -260,7 +261,7 @@ def _flag_of(entry: Any) -> str:
 
 
 def _as_json(tree: Any) -> Any:
-    """Return a tree of YAML in the types of JSON: true, false and decimal numbers, and texts for all else."""
+    """Return a tree of YAML in the types of JSON: true, false and decimal numbers, and texts for all other values."""
     if isinstance(tree, dict):
         return {_flag_of(name): _as_json(value) for name, value in tree.items()}
     if isinstance(tree, list):

@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(path: str) -> Sizes | None:
-    """Return the sizes of a model (folder or hub name); None for a kind of model that this arithmetic does not know."""
+    """Return the sizes of a model (folder or hub name), or None if this arithmetic does not know the kind of model."""
     from transformers import AutoConfig
 
     try:
@@ -69,7 +69,7 @@ def sizes_of(path: str) -> Sizes | None:
 
 
 def state_numbers(config: Any) -> int:
-    """Return how many numbers a gated-delta layer keeps of a row: a matrix per head, and the convolution's inputs."""
+    """Return how many numbers a gated-delta layer keeps for a row: a matrix per head, and the convolution's inputs."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     return values * config.linear_key_head_dim + (config.linear_conv_kernel_dim - 1) * (2 * keys + values)
@@ -106,7 +106,7 @@ def training_state(job: Job, num_states: int = NUM_STATES) -> float:
 
 
 def resting_state(job: Job) -> float:
-    """Return the bytes of the training state that stay on the GPU while vLLM samples. Gradients do not."""
+    """Return the bytes of the training state on the GPU while vLLM samples. Gradients do not stay there."""
     return training_state(job, 1 if job.offload else NUM_STATES - 1)
 
 
@@ -117,7 +117,7 @@ class EngineMemory:
     budget: float
     weights: float
     kv_cache: float
-    """The rest of the budget beside weights and vLLM's largest step; below 0 if these take more than the budget"""
+    """The rest of the budget after weights and vLLM's largest step. Below 0 if weights and step exceed the budget."""
     kv_bytes_per_token: float
 
     @property
@@ -140,7 +140,7 @@ def engine_memory(sizes: Sizes, engine: EngineConfig, gpu_bytes: float) -> Engin
 
 
 def misfits(job: Job, gpu_bytes: float) -> list[str]:
-    """Return the reasons why the job cannot run, each with the fix; [] if it can."""
+    """Return the reasons why the job cannot run, each with the fix; [] if the job can run."""
     total = f"{gpu_bytes / GIB:.1f} GiB"
     state = training_state(job)
     reasons: list[str] = []
@@ -186,7 +186,8 @@ def describe(job: Job, gpu_bytes: float) -> str:
 
 
 def check_memory(job: Job, device: torch.device) -> None:
-    """Log how much memory of this GPU the job needs. Raises UserError if it does not fit, or has no kernel on a CPU."""
+    """Log the memory need of this job on this GPU. Raises UserError if the job does not fit, or has no kernel on a
+    CPU."""
     if not job.sizes:
         return
     if job.engine and device.type == "cpu" and job.sizes.head_dim not in CPU_HEAD_SIZES:

@@ -1,4 +1,5 @@
-"""Data sets and models of the Hub, fetched before a run and pinned to a commit, so that all of the run has the same."""
+"""Fetches data sets and models of the Hub before a run, and pins each to a commit. So the whole run uses the same
+files."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def pin_config(cfg: C) -> C:
 def pin_models(cfg: C) -> C:
     """Fetch all models of the Hub, and return the config with their folders in the cache. Raises UserError.
 
-    So trainer, engine and export use the same commit. A resumed run keeps the commit of its first start. It keeps a
-    model's name, if an earlier version of the code recorded the name.
+    So trainer, engine and export use the same commit. A resumed run keeps the commit of its first start. If an earlier
+    version of the code recorded a model's name, the run keeps the name.
     """
     evaluation = getattr(cfg, "eval", None)
     begun = begun_settings(Path(cfg.run.dir) / cfg.run.name)

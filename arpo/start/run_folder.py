@@ -24,13 +24,14 @@ from arpo.log.settings import CONTENTS, begun_settings, changes
 
 LOCK = ".lock"
 _locks: list[IO[str]] = []
-"""Lock files of this process. They stay open, since closing one gives its lock back."""
+"""Lock files of this process. The files stay open, because closing a file would give the lock back."""
 
 
 def claim_folder(folder: Path, script: str) -> None:
-    """Make a run's folder. Rank 0 locks it until this process ends.
+    """Make a run's folder. Rank 0 locks the folder until this process ends.
 
-    Raises UserError if the folder cannot be written, if another process writes to it, or if another script made it.
+    Raises UserError if the folder cannot be written, if another process writes to the folder, or if another script made
+    the folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,10 +65,11 @@ def _lock(file: IO[str]) -> None:
 
 
 def check_run_folder(run: RunConfig, cfg: Any) -> None:
-    """Claim the run's folder. If the run has a checkpoint, compare its settings with those of `cfg`.
+    """Claim the run's folder. If the run has a checkpoint, compare the settings of the run with the settings in `cfg`.
 
     Raises UserError if the folder cannot be claimed, or if the run exists and run.resume is False. Unless
-    run.resume_changed is True, it is also raised for the first setting that has changed and decides what is learnt.
+    run.resume_changed is True, the function also raises UserError for the first changed setting that decides the result
+    of training.
     """
     folder = run.folder
     claim_folder(folder, cfg.SCRIPT)

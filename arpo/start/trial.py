@@ -49,7 +49,7 @@ def made_up_group(prompt: Prompt | None = None) -> Group:
 
 
 def _chain(prompt: Prompt, name: str, call: ToolCall) -> Trajectory:
-    """Return a trajectory that calls, reads the result, and ends."""
+    """Return a trajectory that calls a tool, reads the result, and ends."""
     t = Trajectory(prompt.prompt_id, name)
     turn = _add_turn(t, [5] * NUM_TOKENS)
     turn.tool_calls = [call]
@@ -62,7 +62,7 @@ def _chain(prompt: Prompt, name: str, call: ToolCall) -> Trajectory:
 
 
 def _add_turn(t: Trajectory, token_ids: list[int]) -> Turn:
-    """Append a turn of these sampled tokens. The first one has the highest entropy."""
+    """Append a turn with these sampled tokens. The first token has the highest entropy."""
     start = len(t.token_ids)
     t.token_ids += token_ids
     t.loss_mask += [1] * len(token_ids)
@@ -74,7 +74,7 @@ def _add_turn(t: Trajectory, token_ids: list[int]) -> Turn:
 
 
 def try_functions(branching: BranchingConfig, advantage: AdvantageConfig, loss: LossConfig) -> None:
-    """Call the user's functions of these sections. Raises UserError if one raises, or returns a wrong value."""
+    """Call the user's functions of these sections. Raises UserError if a function raises, or returns a wrong value."""
     if is_own(branching.selector):
         try_selector(branching)
     if is_own(advantage.kind) or is_own(advantage.tree):
@@ -100,7 +100,7 @@ def try_selector(cfg: BranchingConfig) -> None:
 
 
 def evidence_of(t: Trajectory, turn: int, consecutive: int = 0) -> Evidence:
-    """Return the evidence that a rule sees when it judges the result before a turn of a finished trajectory."""
+    """Return the evidence for a rule to judge the result before a turn of a finished trajectory."""
     root = t.turns[0]
     judged = t.turns[turn]
     return Evidence(
@@ -155,7 +155,7 @@ def _must_be_finite(values: torch.Tensor, what: str) -> None:
 
 
 def try_context(cfg: RolloutConfig, codec: Codec) -> None:
-    """Call a context policy of the user's after a tool call, and after an answer."""
+    """Call the user's context policy after a tool call, and after an answer."""
     if not is_own(cfg.context):
         return
     token_ids = tuple(codec.render_prompt(QUESTION))
