@@ -1,4 +1,4 @@
-"""Seconds that a run waits at a save: for the files themselves, or for a copy from which a thread writes the files.
+"""Seconds of a run's wait at a save: until all files are written, or until a thread has a copy to write.
 
     python benchmarks/async_save.py [--quick]          (on the GPU if there is one; TMPDIR chooses the disk)
 
@@ -28,7 +28,7 @@ from benchmarks.shared.tiny_model import write_model
 
 
 def measure(ranks: Ranks, folder: str, *, hidden: int, layers: int, num_saves: int) -> dict[str, float]:
-    """Return medians over the saves, without the first of each kind: it allocates buffers."""
+    """Return medians over the saves, without the first save of each kind, because this save allocates buffers."""
     model = f"{folder}/model"
     write_model(model, hidden=hidden, layers=layers)
     policy = load_policy(ModelConfig(model), ranks.mesh, device=ranks.device)

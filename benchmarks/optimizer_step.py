@@ -2,9 +2,9 @@
 
     python benchmarks/optimizer_step.py [--quick]          (on the GPU if there is one)
 
-The shards are those of one of 8 ranks with Qwen2.5-7B (339 DTensors, 0.95 G numbers; on a CPU a hundredth), in float32,
-with random gradients. Each kind does one step from the same start, after which the parameters must agree to rounding.
-Then several steps are timed. `ratio` = tensor by tensor / fused.
+The shards have the sizes of a rank of 8 with Qwen2.5-7B (339 DTensors, 0.95 G numbers; on a CPU a hundredth), in
+float32, with random gradients. Each kind does a step from the same start. Then the parameters must agree to rounding.
+After this check several steps are timed. `ratio` = tensor by tensor / fused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def shards(ranks: Ranks, *, shrink: int) -> list[torch.nn.Parameter]:
 
 
 def measure(ranks: Ranks, kind: str, *, shrink: int, num_steps: int) -> tuple[float, float, int]:
-    """Return (median milliseconds of a step, weighted sum over the parameters after the first step, their count)."""
+    """Return (median milliseconds of a step, weighted sum after the first step, number of parameters)."""
     parameters = shards(ranks, shrink=shrink)
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, **KINDS[kind])
     optimizer.step()

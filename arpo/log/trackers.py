@@ -20,10 +20,10 @@ from arpo.log.charts import Charts
 
 
 class Tracker(Protocol):
-    """A receiver of rank 0's metrics. It may raise anything."""
+    """A receiver of rank 0's metrics. A tracker may raise any exception."""
 
     where: str
-    """A line that tells the user where to look at the run."""
+    """A line for the user: the place to look at the run."""
 
     def scalars(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None: ...
 

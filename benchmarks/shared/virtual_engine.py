@@ -31,7 +31,7 @@ class Request:
     """Tokens to prefill before the first step."""
     spec: SamplingSpec
     finish: str
-    """The stop string that ends the turn; "" for an end token."""
+    """The stop string at the end of the turn; "" for an end token."""
     num_prompt_ids: int
     """Ids of the prompt at the first submission."""
     num_sent: int = 0
@@ -43,17 +43,17 @@ class Request:
 
 @dataclass
 class VirtualEngine:
-    """Decodes the tokens that `script` prescribes, as fast as the cost model says. A token id stands for `unit` tokens.
+    """Decodes the tokens of `script`, at the speed of the cost model. A token id stands for `unit` tokens.
 
     A step lasts until a request or a tool call ends, but not longer than `max_step_s`. Nothing else can happen in
-    between. A request that was aborted and is submitted again continues at the same token, also within a unit.
+    between. An aborted request, submitted again, continues at the same token, also within a unit.
     """
 
     time: VirtualTime
     rank: int
     tools: VirtualTools
     script: Callable[[str], tuple[list[int], str]]
-    """Request id -> token ids, and the stop string that they end in; "" for an end token."""
+    """Request id -> token ids, and the stop string at the end; "" for an end token."""
     shape: Shape
     hardware: Hardware
     max_num_seqs: int
@@ -71,9 +71,9 @@ class VirtualEngine:
     cut: dict[str, Request] = field(default_factory=dict)
     """Aborted requests."""
     cached: set[str] = field(default_factory=set)
-    """Prompts and trajectories whose tokens are in the prefix cache."""
+    """Prompts and trajectories with tokens in the prefix cache."""
     contexts: dict[str, float] = field(default_factory=dict)
-    """Trajectory -> its tokens up to the end of its last finished turn."""
+    """Trajectory -> number of tokens up to the end of the last finished turn."""
 
     @property
     def num_running(self) -> int:
@@ -188,7 +188,7 @@ class VirtualTools:
         self.tools = {"search": None}
         self.sessions = NoSessions()
         self.pending: list[tuple[float, str]] = []
-        """A heap of calls, by the virtual time at which they end."""
+        """A heap of calls, by the virtual time of the end."""
         self.parked: list[tuple[float, str]] = []
 
     @property

@@ -1,7 +1,7 @@
 """Many ranks in one process on a virtual clock.
 
-Each rank is a thread that runs the real rollout. Only the thread with the earliest clock runs. It hands over when it
-waits in virtual time. So everything happens in the order of virtual time, and a run repeats exactly.
+Each rank is a thread with the real rollout. Only the thread with the earliest clock runs, until this thread waits in
+virtual time. So all events happen in the order of virtual time, and a run repeats exactly.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class VirtualTime:
             self._turns[heapq.heappop(self._waiting)[1]].release()
 
     def run(self, body: Callable[[int], None]) -> list[float]:
-        """Call body(rank) on all ranks, starting at their present clocks. Return the virtual time at which each ended.
-        If ranks fail, raises the error of the first one."""
+        """Call body(rank) on all ranks, from the present clocks on. Return the virtual end time of each rank. If ranks
+        fail, raises the error of the first failed rank."""
 
         def on_thread(rank: int) -> None:
             try:
