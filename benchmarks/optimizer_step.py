@@ -48,7 +48,7 @@ def shards(ranks: Ranks, *, shrink: int) -> list[torch.nn.Parameter]:
 
 
 def measure(ranks: Ranks, kind: str, *, shrink: int, num_steps: int) -> tuple[float, float, int]:
-    """Return (median milliseconds of a step, weighted sum after the first step, number of parameters)."""
+    """Return (median milliseconds of a step, weighted sum after the first step, number of elements)."""
     parameters = shards(ranks, shrink=shrink)
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, **KINDS[kind])
     optimizer.step()

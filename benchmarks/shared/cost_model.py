@@ -103,7 +103,7 @@ OTHER_MODELS = {
     "Llama-3.2-1B": Shape(2048, 8192, 16, 32, 8, 64, 128_256, tied=True),
     "Llama-3.2-3B": Shape(3072, 8192, 28, 24, 8, 128, 128_256, tied=True),
 }
-"""Further models that --model may name."""
+"""Further models for --model."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Workload:
     sampled_tokens: float = 900.0
     result_tokens: float = 600.0
     longest_sampled_tokens: float = 3000.0
-    """Tokens of the longest trajectory, for which the rollout waits."""
+    """Tokens of the longest trajectory. The rollout waits for this trajectory."""
     longest_tool_seconds: float = 20.0
     """Seconds of all tool calls of that trajectory."""
     tree_token_ratio: float = 1.5
@@ -370,22 +370,22 @@ class SftWorkload:
     num_conversations: int
     max_tokens_per_microbatch: int
     offload: bool = False
-    """AdamW's moments are in host memory but for the optimizer step (optim.offload)."""
+    """AdamW's moments are in host memory except during the optimizer step."""
     conversation_tokens: float = 2000.0
     """Mean tokens of a conversation, with prompt and results."""
     imbalance: float = 1.3
-    """Tokens of the rank that the others wait for / the mean of all ranks, as conversations differ in length."""
+    """Tokens of the slowest rank / mean of all ranks. Conversations differ in length."""
 
 
 def sft_memory(shape: Shape, work: SftWorkload, hw: Hardware) -> Memory:
-    """Return what SFT needs of a GPU. No engine runs beside it."""
+    """Return the memory of SFT on a GPU, without an engine."""
     one = Job(shape.sizes, work.model, num_shards=work.model.shard_size or hw.gpus_per_node, offload=work.offload)
     return memory_of_job(shape, one, work.max_tokens_per_microbatch, hw.memory_gib * GIB, hw.reserved_gib * GIB)
 
 
 def sft_seconds(shape: Shape, work: SftWorkload, hw: Hardware, num_gpus: int) -> tuple[float, float]:
-    """(seconds of a step, of which collectives that do not hide). With LoRA no gradient of a whole matrix is reduced,
-    and the optimizer's step is taken as nothing."""
+    """Return (seconds of a step, part of exposed collectives). With LoRA no gradient of a full matrix is reduced, and
+    the optimizer's step counts as 0."""
     tokens = work.imbalance * work.num_conversations * work.conversation_tokens / num_gpus
     forward = forward_flops(shape, tokens, work.conversation_tokens / 2) / (hw.train_share * hw.bf16_tflops * 1e12)
     compute = (4 if work.model.recompute_every_n_layers else 3) * forward

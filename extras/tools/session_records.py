@@ -1,4 +1,4 @@
-"""The records that `ToolSessions` keeps of a trajectory's session: its calls, and the copies that wait for branches."""
+"""The records of a trajectory's session in `ToolSessions`: the calls, and the copies waiting for branches."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class CannotFork(Exception):
 
 
 class SessionLost(Exception):
-    """Raised by `run` if an infrastructure error destroyed the session: a new one replays its calls."""
+    """Raised by `run` if an infrastructure error destroyed the session: a new session replays the calls."""
 
 
 class StatefulTool(Protocol):
-    """The methods of a `SessionTool` (session_tool.py) that `ToolSessions` calls. `fork` is optional."""
+    """The methods of a `SessionTool` (session_tool.py) for `ToolSessions`. `fork` is optional."""
 
     tag: str
 
@@ -48,18 +48,18 @@ class Copy:
     task: asyncio.Task | None = None
     """Returns the handle, or None if no copy could be made."""
     claims: int = 0
-    """How many may still need the copy: branches that have not called yet, and an open branching decision."""
+    """Number of possible users of the copy: branches without a call so far, and an open branching decision."""
     has_place: bool = False
 
 
 @dataclass
 class Session:
-    """A trajectory's session of one tool, or of several tools that share it."""
+    """A trajectory's session of one tool, or of several tools with a common session."""
 
     calls: list[RecordedCall] = field(default_factory=list)
-    """All calls that led to its state, with the parent's calls before the fork."""
+    """All calls leading to the session's state, including the parent's calls before the fork."""
     source: Copy | None = None
-    """The copy from which it will start; None if it has started, or starts with `open`."""
+    """The copy to start from; None if the session has started, or starts with `open`."""
     handle: Any = None
     is_open: bool = False
     has_place: bool = False
