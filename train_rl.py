@@ -183,7 +183,7 @@ def main(cfg: RLConfig) -> None:
     for step in range(done_steps + 1, num_steps + 1):
         timers = Timers()
         metrics = Metrics()
-        loss = entropy_target.loss
+        loss = entropy_target.loss  # cfg.loss with the entropy coefficient of this step
 
         # ---- rollout and reward
         batch = rollouts.next(step, timers)
@@ -193,7 +193,8 @@ def main(cfg: RLConfig) -> None:
         minibatches = make_minibatches(batch.groups, update_cfg, cfg.advantage, ranks)
         metrics.merge(fill_model_outputs(minibatches, models, cfg, timers))
         metrics.merge(fill_advantages(batch.groups, minibatches, cfg.advantage, loss=cfg.loss, ranks=ranks))
-        if not models.critic:  # a critic learns also where the policy cannot
+        # With a critic the mini-batches stay: it learns also from groups that give the policy no gradient.
+        if not models.critic:
             minibatches = drop_if_no_gradient(minibatches, loss, ranks)
 
         # ---- update: one optimizer step per mini-batch
@@ -221,7 +222,7 @@ def main(cfg: RLConfig) -> None:
         entropy_target.add(values.get("loss/entropy"))
         alarms.check(step, values)
         saver.save_if_due(step, rollouts, is_final=is_final)
-        rollouts.raise_if_broken()
+        rollouts.raise_if_broken()  # after the save, so that the finished steps are kept
         if is_final:
             break
 
@@ -349,7 +350,10 @@ def load_models(cfg: RLConfig, ranks: Ranks, num_updates: int) -> Models:
 
 
 def fill_model_outputs(minibatches: list[Minibatch], models: Models, cfg: RLConfig, timers: Timers) -> Metrics:
-    """Fill the logprobs of policy and reference and the critic's values of each token, all before the update."""
+    """Fill, before the update, each token's logprobs under policy and reference, and the critic's values.
+
+    The first mini-batch may get its policy logprobs in its own update: nothing has changed the policy by then.
+    """
     metrics = Metrics()
     temperature = cfg.rollout.temperature
     with timers("old_logprobs"):

@@ -131,10 +131,10 @@ def gae_advantages(
     """
     assert token_rewards.shape == values.shape == mask.shape, (token_rewards.shape, values.shape, mask.shape)
     sampled = mask.bool()
-    # From the last token to the first. Each variable is (B,) and belongs to the nearest sampled token behind t.
+    # From the last token to the first. Each variable is (B,) and belongs to the first sampled token after t.
     next_value = torch.zeros_like(values[:, 0])
     advantage = torch.zeros_like(next_value)
-    late_reward = torch.zeros_like(next_value)  # rewards of the skipped positions behind t
+    late_reward = torch.zeros_like(next_value)  # rewards of the mask-0 positions just after t
     columns = []
     for t in reversed(range(values.shape[1])):
         reward = late_reward + token_rewards[:, t]
@@ -236,6 +236,7 @@ def inter_intra(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
     trained = trained_on(group)
     rewards = np.array([t.reward - t.kl_penalty for t in trained])
     credits = z_scores(rewards, cfg, ddof=1)
+    # branch "0.1" of root "0": the part before the first dot is the root's id
     root_ids = [t.trajectory_id.partition(".")[0] for t in trained]
     for indices in members(root_ids):
         credits[indices] += z_scores(rewards[indices], cfg, ddof=1)

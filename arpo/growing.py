@@ -1,4 +1,7 @@
-"""The rollout's memory of unfinished work: each trajectory while it grows, and the tree of its group. Pure."""
+"""The rollout's memory of unfinished work: each trajectory while it grows, and the tree of its group.
+
+Nothing here reads or writes files, samples, or calls tools.
+"""
 
 from __future__ import annotations
 
@@ -126,10 +129,11 @@ class Live:
         calls = turn.tool_calls
         num_result_tokens = turn.result_end - turn.end
         turn.tool_calls = [*calls[:-1], replace(calls[-1], result=calls[-1].result + request)]
-        # the results are written anew, so their tokens are free again; one token is left for the note
+        # The old results are replaced, so their tokens are room too. One token is kept for the note itself.
         fits = self.append_results_if_they_fit(codec, self.room(cfg) + num_result_tokens - 1)
         if fits and not turn.tool_calls[-1].result.endswith(TRUNCATION_MARK):
             return True
+        # undo: write the results back as they were
         turn.tool_calls = calls
         self.append_results_if_they_fit(codec, num_result_tokens)
         return False

@@ -266,6 +266,7 @@ def mean_over_turns(values: Tensor, mask: Tensor) -> Tensor:
     """
     starts = mask.int().diff(dim=-1, prepend=mask.new_zeros(len(mask), 1).int()) > 0
     turn_ids = starts.cumsum(-1)  # (B, T) from 1; 0 before the first turn
+    # int() waits for the GPU, against the rule of update_policy: the number of turns is a shape here.
     all_ids = torch.arange(int(turn_ids.max()) + 1, device=mask.device)  # (turns + 1,)
     is_in = (turn_ids[..., None] == all_ids) & mask[..., None]  # (B, T, turns + 1)
     # Not scatter_add: on a GPU its order of summation is not fixed, so a run could not be repeated.

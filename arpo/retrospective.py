@@ -23,7 +23,7 @@ from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, StopReason, Trajectory
 
 SIBLING_PENALTY = 0.05
-"""Each further turn from the same place in the tree lowers a turn's score by this (nats per token)."""
+"""A turn's score is lowered by this for each other turn that begins at the same place (nats per token)."""
 
 
 class Fork(NamedTuple):
@@ -225,7 +225,10 @@ def _path_of_writer(group: GroupState, trajectory_id: str, turn: int) -> Path:
 
 
 def _record(group: GroupState, fork: Fork, *, budget_left: int, refused_by: str) -> None:
-    """Record in its turn that the selector chose it. A turn that is chosen again counts its children."""
+    """Write the selector's choice into the turn that was chosen.
+
+    If a turn is chosen again, its children are added up, and the rest is that of the newest choice.
+    """
     trajectory = group.trajectories[_path_of_writer(group, fork.trajectory_id, fork.turn)]
     turn = trajectory.turns[fork.turn]
     num_children_before = turn.decision.num_children if turn.decision else 0

@@ -152,7 +152,8 @@ class Rollout:
             self.next_turn(live)
         elif not calls:
             self.end(live, StopReason.LENGTH)
-        elif len(trajectory.tool_calls) > self.cfg.max_tool_calls:  # it was told to answer, and called again
+        # Refused calls are in the list too. More than the limit: the model was told to answer, and called again.
+        elif len(trajectory.tool_calls) > self.cfg.max_tool_calls:
             self.end(live, StopReason.TOOL_LIMIT)
         else:
             self.start_calls(live, calls)
@@ -201,6 +202,7 @@ class Rollout:
             self.next_turn(live)
         else:
             turn = live.trajectory.turns[-1]
+            # the model never reads these results, so the record must not show them
             turn.tool_calls = [replace(call, result="") for call in turn.tool_calls]
             self.end(live, StopReason.LENGTH)
 
@@ -214,6 +216,7 @@ class Rollout:
         prompt = live.group.prompt
         num_tokens = live.trajectory.num_context_tokens(len(prompt.token_ids))
         evidence = ContextEvidence(prompt, live.trajectory, num_tokens=num_tokens, codec=self.codec, cfg=self.cfg)
+        # None: go on with all that is there, or end after an answer; str: ask for a note; list: read these token ids
         context = next_context(evidence)
         if evidence.is_answer and context is None:
             self.end(live, StopReason.EOS)
@@ -274,7 +277,10 @@ class Rollout:
         self.start_turn(Live(child, group, path, evidence), is_note=parent.turns[turn].is_note)
 
     def fork_finished(self, group: GroupState) -> None:
-        """Once all trajectories have ended, start the forks of a retrospective selector; in the last round fill up."""
+        """Once all trajectories have ended, start the forks of a retrospective selector.
+
+        After the last round, or after one without a fork, new roots fill the group.
+        """
         finished = retrospective.finished_so_far(group)
         if finished is None or len(group.trajectories) == group.size:
             return

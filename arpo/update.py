@@ -147,10 +147,10 @@ def fill_advantages(
 
 
 def drop_if_no_gradient(minibatches: list[Minibatch], loss: LossConfig, ranks: Ranks) -> list[Minibatch]:
-    """Return the mini-batches, or [] if the gradient of the entire step would be 0. Collective.
+    """Return the mini-batches, or [] if all gradients of this training step would be 0. Collective.
 
-    The gradient is 0 if all advantages are 0 and the loss has no KL or entropy term. An optimizer step would still move
-    the policy, by momentum and weight decay.
+    The gradients are 0 if all advantages are 0 and the loss has no KL or entropy term. Without this, momentum and
+    weight decay of the optimizer would move the policy although there is nothing to learn.
     """
     if loss.entropy_coefficient or (loss.kl_coefficient and loss.kl_in == "loss"):
         return minibatches

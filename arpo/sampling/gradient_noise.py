@@ -164,7 +164,8 @@ class GradientNoise:
         full = np.zeros(SKETCH_SIZE)
         halves = np.zeros((2 * NUM_SPLITS, SKETCH_SIZE))
         if members:
-            sketches = np.stack([sketch for _, sketch in members])  # (N, 2, R)
+            # float64, as in a checkpoint: else a resumed run would differ in the last digit
+            sketches = np.stack([sketch for _, sketch in members]).astype(np.float64)  # (N, 2, R)
             full = sketches[:, 0].sum(0)
             splits = [self._halves([t for t, _ in members], rng) for _ in range(NUM_SPLITS)]
             if splits[0] is not None:

@@ -57,7 +57,7 @@ def step_of_bandit(p: float, num_prompts: int, group_size: int, rng: np.random.G
         for i in range(group_size):
             t = Trajectory(str(index), str(i), stop_reason=StopReason.EOS, reward=float(right[i]))
             score = float(right[i]) - p
-            sketches[len(rows)] = np.zeros((2, SKETCH_SIZE))
+            sketches[len(rows)] = np.zeros((2, SKETCH_SIZE), dtype=np.float32)  # as model/sketch.py has them
             sketches[len(rows)][:, 7] = z[i] * score, score
             rows.append((index, t))
             group.trajectories.append(t)
