@@ -77,8 +77,8 @@ class CutEngine(ScriptedEngine):
 class PunctualRunner(ToolRunner):
     """Hands out the results of all calls at once, in the order of their start, so that a run has but one course."""
 
-    def __init__(self, tools):
-        super().__init__(tools)
+    def __init__(self, tools, prices=None):
+        super().__init__(tools, prices)
         self.order: list[str] = []
 
     def start(self, call_id, tag, argument, context=None):
