@@ -156,7 +156,7 @@ KILLS = [  # each start goes on behind the step before the kill
     ("arpo.sampling.rollouts:state_of", 2),
     ("arpo.checkpoint.manifest:write", 2),
     ("arpo.sampling.carried_state:_add_group", 1),
-    ("arpo.sampling.carry_over:CarryOver.whole", 2),
+    ("arpo.sampling.carry_over:CarryOver.on_finished", 2),
 ]
 
 

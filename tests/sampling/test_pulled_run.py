@@ -70,7 +70,7 @@ def test_a_refilled_run_is_the_same_on_one_rank(world, refilled):
 def test_a_run_that_is_killed_at_its_queue_has_the_numbers_of_one_that_never_was(world, refilled):
     places = [
         ("pull", "arpo.sampling.sources:OneRollout.pull", 2, 1),
-        ("verdict on a group", "arpo.sampling.sources:Refilled.look", 4, 0),
+        ("verdict on a group", "arpo.sampling.sources:Refilled.poll", 4, 0),
         ("end of a step's queue", "arpo.sampling.sources:Refilled.delete_keys", 2, 0),
     ]
     assert len(train_and_kill(world, "killed", *SIZES, *hits(world), *PULL, *REFILL, places=places)) == len(refilled)
