@@ -16,14 +16,14 @@ from arpo.errors import UserError
 from arpo.protocol.contexts import ContextEvidence
 from arpo.protocol.prompts import About
 from arpo.protocol.schema import text_schema
-from arpo.tools.interface import ToolResult
+from arpo.tools.interface import Tool, ToolResult
 from arpo.trajectory import Turn
 
 OPENED = "The question is worked on in a context of its own."
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
-class Fold:
+class Fold(Tool):
     """The tool. The policy itself answers the calls."""
 
     tag = "fold"
@@ -41,9 +41,6 @@ class Fold:
 
     async def run(self, argument: str) -> ToolResult:
         return ToolResult(OPENED, ok=True)
-
-    async def aclose(self) -> None:
-        """There is nothing to close."""
 
 
 def fold(evidence: ContextEvidence) -> list[int] | None:
