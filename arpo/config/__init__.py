@@ -1,1 +1,1 @@
-"""YAML files and flags become a frozen config; what its values may be; the folders of runs and models."""
+"""YAML files and flags become a frozen config. Also: the allowed values, and the folders of runs and models."""

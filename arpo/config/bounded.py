@@ -1,4 +1,4 @@
-"""Reads JSON, YAML and packed bytes that strangers may have written (runs, data, caches).
+"""Reads JSON, YAML and packed bytes from untrusted sources (runs, data, caches).
 
 All functions raise ValueError, with a short reason, for content that is no file, too large, nested too deep or damaged.
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 MAX_BYTES = 1 << 30
 MAX_LINE_BYTES = 256 << 20
 PIECE_BYTES = 1 << 20
-"""Limit on the bytes that are unpacked at once."""
+"""Limit on the bytes to unpack at once."""
 MAX_DEPTH = 100
 MAX_VALUES = 1 << 27
 """Limit on the number of JSON values. A list or object counts 8, since "[]," has 3 bytes and takes 72 in memory."""
@@ -31,7 +31,7 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_lines(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines of a file with their line breaks, which the last line may lack. Raises OSError too."""
+    """Yield the lines of a file with their line breaks; the last line may lack a line break. Raises OSError too."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("no plain file")
@@ -59,7 +59,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_plain(tree: Any, depth: int = 0) -> None:
-    """Raise ValueError for a JSON value that is nested too deep, or has a text that UTF-8 cannot encode."""
+    """Raise ValueError for a JSON value that is nested too deep, or has a text without a UTF-8 encoding."""
     if isinstance(tree, str):
         try:
             tree.encode()

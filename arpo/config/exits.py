@@ -1,4 +1,4 @@
-"""How a process ends before its work is done: with one line that says why, as the last one on the screen."""
+"""How a process ends early: the last line on the screen says why."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if has_ended:
 """
 """Program that waits up to a minute for the end of a process, and then prints a line."""
 SAY_AFTER_S = 60.0
-"""Time after which a user's function that has not returned is named in the log."""
+"""Time in seconds after which the log names a user's function that has not returned."""
 GIVE_UP_S = 1800.0
-"""Time after which such a function ends the run."""
+"""Time in seconds after which a user's function that has not returned ends the run."""
 asked_to_stop = threading.Event()
-"""Set by a signal that asks a training to stop."""
+"""Set by a signal that asks a training run to stop."""
 
 
 def check_launch(environment: MutableMapping[str, str]) -> None:
@@ -54,7 +54,7 @@ def check_launch(environment: MutableMapping[str, str]) -> None:
 
 
 def exit_with(error: UserError) -> NoReturn:
-    """Print the error as one line and exit with code 2, which no launcher should retry.
+    """Print the error as one line and exit with code 2. No launcher should retry after this code.
 
     Most errors occur on every rank. Then rank 0 prints the line, and torchrun ends the other ranks while they wait
     here. A rank that still runs after the wait prints the line itself.
@@ -71,9 +71,9 @@ def exit_with(error: UserError) -> NoReturn:
 
 
 def say_at_the_end(line: str, *, now: bool = True) -> None:
-    """Print why this process ends. Under torchrun, print it again after torchrun's own long report.
+    """Print why this process ends. Under torchrun, print the line again after torchrun's long report.
 
-    now=False: only print it after the report.
+    now=False: print the line only after the report.
     """
     if now:
         print(line, file=sys.stderr, flush=True)
@@ -106,7 +106,7 @@ def watched(what: str) -> Iterator[None]:
 
 
 def wait_or_end(done: threading.Event, what: Callable[[], str]) -> None:
-    """Wait for an event, with the log and the end of `watched`. `what()` names the thing that is waited for."""
+    """Wait for an event, with the log and the end of `watched`. `what()` returns the name of the awaited thing."""
     if done.wait(SAY_AFTER_S):
         return
     limit = f"; the run ends where it has not within {GIVE_UP_S:g} s"

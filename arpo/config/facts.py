@@ -52,7 +52,8 @@ class AtLeast(Between):
 
 
 class Needs:
-    """A setting without which the knob has no effect. The table above lists the forms."""
+    """A setting that gives the knob an effect. Without the setting, the knob has no effect. The table above lists the
+    forms."""
 
     def __init__(
         self,
@@ -64,8 +65,8 @@ class Needs:
         use: object = (),
         say: str = "",
     ):
-        """`owner`: key of the setting. `use`: a value, or several, that give the knob its effect; left out, `values` or
-        `has` do. `say`: the words of the error message, where `use` as text does not tell enough."""
+        """`owner`: key of the setting. `use`: one or more values that give the knob an effect; the default is `values`
+        or `has`. `say`: the words of the error message, if `use` as text does not say enough."""
         self.owner = owner
         self.values = values
         self.not_in = not_in
@@ -76,11 +77,12 @@ class Needs:
 
     @property
     def examples(self) -> tuple[object, ...]:
-        """Values of the owner that give the knob its effect, the usual one first."""
+        """Values of the owner that give the knob an effect, the usual value first."""
         return (*self.values, *((entry,) for entry in self.use)) if self.has else self.use
 
     def wanted(self) -> str:
-        """Return what the owner must be, in words: "loss.kind=ppo or gspo", "loss.kl_coefficient is above 0"."""
+        """Return the required value of the owner, in words: "loss.kind=ppo or gspo", "loss.kl_coefficient is above
+        0"."""
         if self.say:
             return f"{self.owner}={self.say}"
         if type(self.use[0]) in (int, float) and not self.values:
@@ -89,7 +91,7 @@ class Needs:
         return f"{self.owner}={', '.join(others)} or {last}" if others else f"{self.owner}={last}"
 
     def is_met(self, value: Any) -> bool:
-        """Return whether this value of the owner gives the knob an effect."""
+        """Return True if this value of the owner gives the knob an effect."""
         if self.met:
             return self.met(value)
         if self.not_in:
@@ -106,15 +108,15 @@ ALWAYS_MATTERS = Needs("")
 
 @dataclass(frozen=True)
 class Decides:
-    """What a knob decides. A knob without this fact decides everything."""
+    """The effects of a knob. A knob without this fact decides everything."""
 
     learning: bool = True
-    """True: it decides what is learnt, so a run goes on only under the value that it was begun with. False: it decides
-    only how long, how often or how fast."""
+    """True: the knob decides the result of training, so a run continues only under its first value. False: the knob
+    decides only how long, how often or how fast."""
     sampling: bool = True
-    """True: it decides what an evaluation samples. Only evaluations of the same value stand in one table."""
+    """True: the knob decides the samples of an evaluation. Only evaluations with the same value stand in one table."""
     when: tuple[str, object] | None = None
-    """Key and value of another setting. The knob decides what is learnt only under that value."""
+    """Key and value of another setting. The knob decides the result of training only under that value."""
 
 
 DECIDES = Decides()
@@ -143,17 +145,17 @@ def facts_of(config: type) -> dict[str, tuple[object, ...]]:
 
 
 def of_kind(kind: type[F], facts: tuple[object, ...]) -> list[F]:
-    """Return those of the facts that are of this kind."""
+    """Return the facts of this kind."""
     return [fact for fact in facts if isinstance(fact, kind)]
 
 
 def decides_sampling(key: str, cfg: object) -> bool:
-    """Return whether this key of a script's config decides what an evaluation samples."""
+    """Return True if this key of a script's config decides the samples of an evaluation."""
     return all(decides.sampling for decides in of_kind(Decides, facts_of(type(cfg))[key]))
 
 
 def may_change(key: str, cfg: object) -> bool:
-    """Return whether a run may go on under another value of this key."""
+    """Return True if a run may continue under another value of this key."""
     decides = of_kind(Decides, facts_of(type(cfg))[key])
     return any(not d.learning or (d.when is not None and leaves(cfg).get(d.when[0]) != d.when[1]) for d in decides)
 
@@ -187,12 +189,12 @@ class Ignored(NamedTuple):
 
     knob: str
     owner: str
-    """Key of the setting that makes it ineffective"""
+    """Key of the setting that makes the knob ineffective"""
     message: str
 
 
 def ignored(cfg: object) -> list[Ignored]:
-    """Return all knobs of a config that differ from their default, but lack a setting that they need."""
+    """Return all knobs of a config that differ from their default but lack a needed setting."""
     values = leaves(cfg)
     facts = facts_of(type(cfg))
     defaults = leaves({f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cfg)})

@@ -1,4 +1,4 @@
-"""Flags -> a dataclass, by tyro. Its message, a box of several lines, becomes one line."""
+"""Turns flags into a dataclass, by tyro. Tyro's error message, a box of several lines, becomes one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ C = TypeVar("C")
 
 
 def parse(root: type[C], flags: list[str]) -> C:
-    """Return the config of flags. Raises ValueError with one line; for --help it prints and exits."""
+    """Return the config of flags. Raises ValueError with one line. For --help the function prints the help and
+    exits."""
     import tyro
 
     captured = io.StringIO()

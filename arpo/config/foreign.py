@@ -1,4 +1,4 @@
-"""Names of our settings in TRL and verl. The error for such a flag names our setting."""
+"""Maps option names of TRL and verl to our settings. The error for a foreign flag names our setting."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ OURS = {
     "val_files": "data.valid",
     "vllm_gpu_memory_utilization": "engine.gpu_memory_utilization",
 }
-"""Last part of a key there -> our key."""
+"""Last part of a key in TRL or verl -> our key."""
 SECTIONS = {"eval": "evaluate.py", "ablation": "extras.ablation", "critic": "train_rl.py", "rollout": "train_rl.py"}
-"""Section of a file -> the script that reads it."""
+"""Section of a file -> the script that reads the section."""

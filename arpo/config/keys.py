@@ -1,4 +1,4 @@
-"""The names of options as dotted keys, and the error for a key that does not exist."""
+"""The names of options as dotted keys, and the error for an unknown key."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def field_names(root: type, prefix: str = "") -> dict[str, Kind]:
 
 
 def check_known(key: str, known: dict[str, Kind], where: str) -> None:
-    """Raise UserError for an unknown key. The message suggests the key that it resembles."""
+    """Raise UserError for an unknown key. The message suggests the most similar known key."""
     if key in known:
         return
     if key in RENAMED:

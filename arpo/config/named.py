@@ -1,9 +1,9 @@
-"""`NAME or FILE.py:NAME`: how an option names a function or a class, ours or one in a file of the user's.
+"""`NAME or FILE.py:NAME`: an option names a function or a class, either ours or in a user's file.
 
-Ours are the keys of dicts of functions (losses, branching rules, ...). `names_of` reads these keys from the source,
-because importing the modules imports torch, and a misspelt name should be reported before those seconds. So the dict is
-the only list of names. A user's file is parsed for the same reason. Later `find` imports it, once in a process, and
-returns the function. A relative path is relative to the current directory.
+Our names are the keys of dicts of functions (losses, branching rules, ...). `names_of` reads these keys from the
+source: an import of the modules would import torch, and a misspelt name should be reported before those seconds. So the
+dict is the only list of names. A user's file is parsed for the same reason. Later `find` imports the file, once in a
+process, and returns the function. A relative path is relative to the current directory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def names_of(module: str, name: str) -> tuple[str, ...]:
 
 
 def check_name(option: str, value: str, module: str, dict_name: str, *also: str) -> None:
-    """Raise ValueError unless `value` is a key of that dict, one of `also`, or FILE.py:NAME. The closest is suggested.
+    """Raise ValueError unless `value` is a key of that dict, an entry of `also`, or FILE.py:NAME. Suggest the closest
+    name.
 
     Raises UserError if the file does not exist or does not define the name. Nothing is imported.
     """
@@ -65,18 +66,18 @@ def check_name(option: str, value: str, module: str, dict_name: str, *also: str)
 
 
 def is_own(value: str) -> bool:
-    """Return whether the value names something in a user's file (FILE.py:NAME)."""
+    """Return True if the value names something in a user's file (FILE.py:NAME)."""
     return ".py:" in value
 
 
 def parameters_of(option: str, value: str) -> tuple[str, ...]:
-    """Return the names of the parameters of a user's function; () if its file has no `def` of that name."""
+    """Return the parameter names of a user's function; () if the file has no `def` of that name."""
     node = definition_of(option, value)
     return tuple(arg.arg for arg in (*node.args.posonlyargs, *node.args.args)) if isinstance(node, Function) else ()
 
 
 def takes(option: str, value: str, form: tuple[str, ...]) -> bool:
-    """Return whether a user's function has these parameters first, and defaults for all further ones."""
+    """Return True if a user's function has these parameters first, and defaults for all further parameters."""
     node = definition_of(option, value)
     if parameters_of(option, value)[: len(form)] != form:
         return False

@@ -1,7 +1,7 @@
 """Checks the values that a user's functions (FILE.py:NAME) return: type, length, range, finite numbers.
 
-`call` and `ask` call such a function. The others check a value that it has returned. All raise a UserError of one line.
-The line begins with `what`: the option, the function, and the value's meaning. This module does not import torch; it
+`call` and `ask` call a user's function. The other functions check a returned value. All raise a UserError of one line.
+The line begins with `what`: the option, the function, and the value's meaning. This module does not import torch, and
 recognises a tensor by its methods.
 """
 
@@ -31,7 +31,7 @@ def call(what: str, function: Callable[..., T], *arguments: Any) -> T:
 
 
 def ask(option: str, value: str, ours: Mapping[str, Callable[..., T]], *arguments: Any, pair: int | None = None) -> T:
-    """Call the function that an option names. Raises UserError if it is the user's, and raises.
+    """Call the function named by an option. Raises UserError if the function is the user's, and raises.
 
     `pair`: the option names a pair of functions; call the first (0) or the second (1).
     """
@@ -117,7 +117,7 @@ def integers(values: Any, what: str, high: int) -> list[int]:
 
 
 def instance(value: object, what: str, kind: type[T], length: int | None = None) -> T:
-    """Return the value if it has the type, and `length` entries where a length is given."""
+    """Return the value if the value has the type. With a `length`, the value must also have `length` entries."""
     if not isinstance(value, kind):
         raise UserError(f"{what} is {shown(value)}; it must be a {kind.__name__}")
     if length is not None and len(value) != length:
@@ -126,7 +126,7 @@ def instance(value: object, what: str, kind: type[T], length: int | None = None)
 
 
 def entries(value: object, what: str, keys: Iterable[str]) -> Sequence[Any]:
-    """Return a dict's values of these keys. It may have other keys."""
+    """Return a dict's values of these keys. The dict may have other keys."""
     found = instance(value, what, dict)
     keys = list(keys)
     missing = [key for key in keys if key not in found]

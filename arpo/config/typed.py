@@ -1,4 +1,4 @@
-"""Checks that the values of a dataclass, read from JSON, have the types of its fields."""
+"""Checks that the values of a dataclass, read from JSON, have the types of the fields."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 KINDS: dict[Any, tuple[type, ...]] = {float: (float, int)}
-"""Type of a field -> the types that its value may have; others allow their own type only. A bool is no int here."""
+"""Type of a field -> the allowed types of the value. Any other type allows only itself. A bool does not count as an int
+here."""
 
 
 def check_types(instance: Any) -> None:
-    """Raise TypeError for the first field whose value does not have the field's type.
+    """Raise TypeError for the first field with a value of a wrong type.
 
     A list may stand for a tuple, a text for an enum of texts, and an integer for a float.
     """
@@ -27,13 +28,15 @@ def check_types(instance: Any) -> None:
 
 @cache
 def _tests(kind: type) -> list[tuple[str, frozenset[type], Callable[[Any], bool] | None, Any]]:
-    """Return for each field: its name, the types that its value may have, a test of the value's parts, and its type."""
+    """Return for each field: the name, the allowed types of the value, a test of the value's parts, and the field's
+    type."""
     hints = get_type_hints(kind)
     return [(field.name, *_test(hints[field.name]), hints[field.name]) for field in fields(kind)]
 
 
 def _test(hint: Any) -> tuple[frozenset[type], Callable[[Any], bool] | None]:
-    """Return the types that a value of this hint may have, and a test of its parts (None: there is nothing to test)."""
+    """Return the allowed types of a value with this hint, and a test of the value's parts (None: there is nothing to
+    test)."""
     origin = get_origin(hint)
     arguments = get_args(hint)
     if origin in (Union, types.UnionType):
