@@ -1,9 +1,9 @@
 """Retrospective selectors: they choose where to fork a group after all its trajectories have ended. Pure.
 
 A rule of branching.py judges a tool result a moment after it has come. A retrospective selector sees how everything
-went on, so neither tool latencies nor the order of arrival can matter. It gets the group (without trajectories that
-failed through us), the number of forks of this round, its config section and a random generator. A selector of your own
-is one function, in a file of yours (branching.selector=FILE.py:NAME) or with one line in EXPANSIONS.
+went on, so neither tool latencies nor the order of arrival can matter. It gets the group (without trajectories ended by
+an infrastructure error), the number of forks of this round, its config section and a random generator. A selector of
+your own is one function, in a file of yours (branching.selector=FILE.py:NAME) or with one line in EXPANSIONS.
 """
 
 from __future__ import annotations

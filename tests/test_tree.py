@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.models import build_tiny_model, build_tiny_tokenizer
 from helpers.ranks import mesh_of_one
+from helpers.updates import take_step
 
 from arpo.batch import Row, microbatches, row_of
 from arpo.config.sections import ModelConfig, UpdateConfig
@@ -17,7 +18,7 @@ from arpo.ranks import Ranks
 from arpo.selection import training_trajectories
 from arpo.trajectory import Context, Group, Prompt, StopReason, Trajectory
 from arpo.tree import collate_tree, cut, depth_first, plan, tree_microbatches
-from arpo.update import fill_advantages, fill_old_logprobs, fill_ref_logprobs, make_minibatches, update_policy
+from arpo.update import fill_advantages, fill_old_logprobs, fill_ref_logprobs, make_minibatches
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -271,18 +272,7 @@ def test_metrics_and_gradients_of_the_policy_are_those_of_packed_rows(folder, ra
         metrics = fill_old_logprobs(policy, minibatch.micros, loss, 0.9)
         fill_ref_logprobs(reference, minibatch.micros, 0.9)
         metrics.merge(fill_advantages(groups, [minibatch], advantage, loss, ranks))
-        metrics.merge(
-            update_policy(
-                policy,
-                optimizer,
-                minibatch.micros,
-                loss,
-                temperature=0.9,
-                max_grad_norm=1e9,
-                ranks=ranks,
-                is_first=False,
-            )
-        )
+        metrics.merge(take_step(policy, optimizer, minibatch, loss, ranks))
         outcomes[layout, budget] = metrics.values(), dict(seen)
     expected_metrics, expected = outcomes.pop(("packed", 2000))
     assert all(np.abs(gradient).max() > 0 for gradient in expected.values())

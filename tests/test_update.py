@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers.models import build_tiny_model
 from helpers.ranks import mesh_of_one, run_ranks
-from helpers.updates import CASES, GRPO, filled, make_groups
+from helpers.updates import CASES, GRPO, filled, make_groups, take_step
 
 from arpo.advantages import GroupEvidence, grpo
 from arpo.config.sections import ModelConfig, UpdateConfig
@@ -19,7 +19,6 @@ from arpo.update import (
     fill_old_logprobs,
     first_update_computes_old_logprobs,
     make_minibatches,
-    update_policy,
 )
 
 CPU = torch.device("cpu")
@@ -62,18 +61,7 @@ def updates(ranks, folder: str, other: str, layouts: list[tuple[int, int, str]])
         outcome = {}
         for case, (_, loss) in CASES.items():
             minibatch, metrics = filled(ranks, old, policy, case, max_tokens, order, layout)
-            metrics.merge(
-                update_policy(
-                    policy,
-                    optimizer,
-                    minibatch.micros,
-                    loss,
-                    temperature=0.9,
-                    max_grad_norm=1e9,
-                    ranks=ranks,
-                    is_first=False,
-                )
-            )
+            metrics.merge(take_step(policy, optimizer, minibatch, loss, ranks))
             outcome[case] = (ranks.reduce_metrics(metrics).values(), dict(seen))
         outcomes.append(outcome)
     return outcomes
@@ -242,18 +230,7 @@ def test_the_first_update_of_a_rollout_needs_no_pass_before_it_unless_a_loss_loo
             metrics = fill_advantages(minibatch.groups, [minibatch], advantage, loss, ranks)
             for micro in minibatch.micros:
                 micro.old_logprobs = micro.old_entropies = micro.rollout_weights = None
-        metrics.merge(
-            update_policy(
-                policy,
-                optimizer,
-                minibatch.micros,
-                loss,
-                temperature=0.9,
-                max_grad_norm=1e9,
-                ranks=ranks,
-                is_first=True,
-            )
-        )
+        metrics.merge(take_step(policy, optimizer, minibatch, loss, ranks, is_first=True))
         outcomes.append((metrics.values(), dict(seen)))
         assert all(micro.old_entropies is not None for micro in minibatch.micros)
     (metrics, gradients), (expected_metrics, expected) = outcomes

@@ -26,7 +26,8 @@ def prepare() -> None:
 def answer(template: str) -> bool:
     """Render conversations as transformers does. Return False if the memory does not suffice.
 
-    Other errors of the template show at its use.
+    Only the memory is tried here, under the child's limits. A template that refuses one of these conversations may be
+    right for the run's own. Its other errors show when the run renders its conversations.
     """
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -44,6 +45,6 @@ def answer(template: str) -> bool:
             environment.from_string(template).render(told)
         except MemoryError:
             return False
-        except Exception:
+        except Exception:  # of any kind: the template is a program of a stranger
             continue
     return True

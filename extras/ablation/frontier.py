@@ -26,7 +26,8 @@ from functools import partial
 from pathlib import Path
 
 from extras.ablation.frontier_report import write_report
-from extras.ablation.frontier_runs import GROUP_SIZES, RULES, WITHOUT_ROOTS, WORLDS, Runs, Setting, tuning_cost
+from extras.ablation.frontier_runs import Runs, tuning_cost
+from extras.ablation.frontier_settings import GROUP_SIZES, RULES, WITHOUT_ROOTS, WORLDS, Setting
 
 TUNED = ("grpo", "top_h")
 """Rules with a search for the best settings."""

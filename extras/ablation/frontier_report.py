@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import fmean
 
 from arpo.evals.tables import markdown_table
-from extras.ablation.frontier_runs import IN_A_ROW, RULES, TARGET, WORLDS, Setting, cost, tuning_cost
+from extras.ablation.frontier_runs import IN_A_ROW, TARGET, cost, tuning_cost
+from extras.ablation.frontier_settings import RULES, WORLDS, Setting
 from extras.ablation.results import draw_forest, estimate, estimate_share
 
 RIVALS = ("grpo", "grpo_keep", "grpo_dr")

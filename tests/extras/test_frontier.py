@@ -26,19 +26,8 @@ from extras.ablation.frontier_report import (
     strongest_rival,
     write_report,
 )
-from extras.ablation.frontier_runs import (
-    GROUP_SIZES,
-    ROOT,
-    RULES,
-    WITHOUT_ROOTS,
-    WORLDS,
-    Runs,
-    Setting,
-    World,
-    cost,
-    step_learnt,
-    tuning_cost,
-)
+from extras.ablation.frontier_runs import Runs, cost, step_learnt, tuning_cost
+from extras.ablation.frontier_settings import GROUP_SIZES, ROOT, RULES, WITHOUT_ROOTS, WORLDS, Setting, World
 from extras.ablation.right_moves import RightMoves, right_trajectory
 from extras.demo import build as demo
 from extras.demo.long import LongWorld

@@ -9,6 +9,7 @@ from helpers.fakes import EchoTool, ScriptedEngine
 from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, play, prompt
 from helpers.stateful import Forgetful, ForkedNotes, Losing, Notes, shared_texts, sharing
 
+from arpo.log.step_line import console_text
 from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig, RolloutConfig, is_retrospective
 from arpo.retrospective import EXPANSIONS
@@ -16,7 +17,6 @@ from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Group, StopReason, Trajectory
 from extras.tools.sessions import ToolSessions
-from train_rl import console_text
 
 LONG = RolloutConfig(
     group_size=8, max_response_tokens=9000, max_result_tokens=900, answer_reserve_tokens=60, max_tool_calls=6

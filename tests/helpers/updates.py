@@ -8,7 +8,7 @@ from arpo.config.sections import UpdateConfig
 from arpo.losses import AGGREGATIONS, TOKEN_LOSSES
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
-from arpo.update import fill_advantages, fill_old_logprobs, fill_ref_logprobs, make_minibatches
+from arpo.update import fill_advantages, fill_old_logprobs, fill_ref_logprobs, make_minibatches, update_policy
 
 GRPO, GAE, HARD = AdvantageConfig(), AdvantageConfig(kind="gae", gamma=0.9, lam=0.8), AdvantageConfig(tree="hard")
 CASES = {
@@ -71,3 +71,17 @@ def filled(ranks, policy, reference, case: str, max_tokens: int, order: int, lay
         micro.old_values = 0.1 * micro.old_logprobs
     metrics.merge(fill_advantages(groups, [minibatch], advantage, loss, ranks))
     return minibatch, metrics
+
+
+def take_step(policy, optimizer, minibatch, loss, ranks, *, is_first=False):
+    """Take one optimizer step on a mini-batch, without clipping, at temperature 0.9. Return its metrics."""
+    return update_policy(
+        policy,
+        optimizer,
+        minibatch.micros,
+        loss,
+        temperature=0.9,
+        max_grad_norm=1e9,
+        ranks=ranks,
+        is_first=is_first,
+    )

@@ -8,11 +8,11 @@ import pytest
 from arpo.branching_signal import BranchingSignal
 from arpo.config.rewards import RewardConfig
 from arpo.evals.scores import summarize
+from arpo.log.step_line import console_text
 from arpo.metrics import rollout_metrics
 from arpo.options import BranchingConfig
 from arpo.rewards import load_custom, score_groups
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
-from train_rl import console_text
 
 
 def scored(tmp_path, returned: str) -> Group:
