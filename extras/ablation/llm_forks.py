@@ -31,7 +31,7 @@ from arpo.evals.tables import markdown_table
 from arpo.rewards import score_groups
 from arpo.start.load import load_config, run_or_exit
 from arpo.trajectory import Group, Prompt
-from extras.ablation.frontier_runs import RULES
+from extras.ablation.frontier_settings import RULES
 
 ARMS = {
     "grpo": ("grpo", 8),
@@ -41,7 +41,7 @@ ARMS = {
     "top_h_2": ("top_h", 2),
     "positions_2": ("positions", 2),
 }
-"""Arm -> rule (frontier_runs.py) and number of roots. A block's groups are sampled in this order."""
+"""Arm -> rule (frontier_settings.py) and number of roots. A block's groups are sampled in this order."""
 POSITIONS_OF = {"positions_2": "top_h_2"}
 """Arm -> the arm to take the fork positions from."""
 NUM_RESAMPLES = 4000
