@@ -12,7 +12,7 @@ from arpo.errors import UserError
 from arpo.log.alarms import BANDS, Alarms
 
 USUAL = {"loss/entropy": 0.3, "optim/grad_norm": 0.5, "response/tokens": 60.0, "tools/all/calls": 95.0}
-USUAL["tools/all/not_run"] = 5.0
+USUAL |= {"tools/all/not_run": 5.0, "group/reward_std": 0.3, "reward/solved_share": 0.2}
 
 
 class Lines(list):
@@ -47,12 +47,18 @@ def watch(folder, rows: list[dict], *, done_steps: int = 0, stop: bool = False) 
         ("response length", {"response/tokens": 20.0}),
         ("response length", {"response/tokens": 200.0}),
         ("share of calls that ran", {"tools/all/not_run": 80.0}),
+        ("spread of a group's rewards", {"group/reward_std": 0.09}),
     ],
 )
 def test_a_number_that_leaves_its_band_for_two_steps_is_named_once(tmp_path, name, changed):
     assert watch(tmp_path, [USUAL] * 8 + [USUAL | changed, USUAL] * 3) == []  # by chance
     [line] = watch(tmp_path, [USUAL] * 8 + [USUAL | changed] * 4)
     assert line.startswith(f"step 10: alarm: the {name} is ") and "may be collapsing" in line
+
+
+def test_a_spread_that_is_gone_because_all_is_right_is_no_collapse(tmp_path):
+    done = USUAL | {"group/reward_std": 0.0, "reward/solved_share": 0.97}
+    assert watch(tmp_path, [USUAL] * 8 + [done] * 4) == []
 
 
 def test_a_policy_none_of_whose_calls_has_run_yet_is_no_collapse(tmp_path):
