@@ -311,6 +311,11 @@ class LossConfig:
     ] = 2.0
     """Largest weight, at least 1. For a geometric mean take 1.001."""
 
+    @property
+    def is_corrected(self) -> bool:
+        """True if the loss knows vLLM's probabilities: as the ratio's denominator, or through a correction."""
+        return self.old_logprobs == "rollout" or self.rollout_correction != "none"
+
     def __post_init__(self) -> None:
         check_name("loss.kind", self.kind, "losses", "TOKEN_LOSSES")
         check_name("loss.kl_estimator", self.kl_estimator, "losses", "KL_ESTIMATORS")

@@ -277,8 +277,14 @@ def test_training_leaves_out_what_cannot_teach():
 
 @pytest.mark.parametrize(
     "share, dead_groups, kept",
-    [(1.0, "keep", [0, 1, 2, 3]), (0.9, "keep", [1, 3]), (0.91, "keep", [0, 1, 3]), (0.5, "keep", [1])]
-    + [(0.6, "keep", [1, 3]), (0.9, "resample", [1, 3])],
+    [
+        (1.0, "keep", [0, 1, 2, 3]),
+        (0.91, "keep", [0, 1, 3]),
+        (0.9, "keep", [1, 3]),
+        (0.6, "keep", [1, 3]),
+        (0.5, "keep", [1]),
+        (0.9, "resample", [1, 3]),
+    ],
 )
 def test_the_groups_that_hold_a_share_of_the_spread_are_trained_on(share, dead_groups, kept):
     groups = groups_with([[0.0, 0.2], [0.0, 1.0], [1.0, 1.0], [0.0, 0.8]])  # deviations 0.1, 0.5, 0, 0.4

@@ -24,6 +24,8 @@ MIN_STEPS = 5
 IN_A_ROW = 2
 """This many steps outside the band in a row raise an alarm."""
 MOSTLY_SOLVED = 0.5
+LARGE_MISMATCH = 1e-3
+"""A `mismatch/kl` (nats) above this one is worth a correction. Between the kernels of bfloat16 it is often larger."""
 
 
 def share_executed(values: Mapping[str, float]) -> float | None:
@@ -76,9 +78,13 @@ READ = (
 class Alarms:
     """Watches the metrics of a run. They are the same on all ranks."""
 
-    def __init__(self, run: RunConfig, log: Console, ranks: Ranks, done_steps: int):
-        """Read the metrics of the first `done_steps` steps from metrics.jsonl. Collective."""
+    def __init__(self, run: RunConfig, log: Console, ranks: Ranks, done_steps: int, *, is_corrected: bool = True):
+        """Read the metrics of the first `done_steps` steps from metrics.jsonl. Collective.
+
+        is_corrected: the loss corrects for vLLM's probabilities (loss.rollout_correction).
+        """
         self.run = run
+        self.advises_correction = not is_corrected
         self.log = log
         self.values: dict[str, list[float]] = {band.name: [] for band in BANDS}
         self.num_outside = dict.fromkeys(self.values, 0)
@@ -89,6 +95,13 @@ class Alarms:
 
     def check(self, step: int, values: Mapping[str, float]) -> None:
         """Log the alarms of a step. Raises UserError under run.stop_on_collapse."""
+        mismatch = values.get("mismatch/kl", 0.0)
+        if self.advises_correction and mismatch > LARGE_MISMATCH:
+            self.advises_correction = False  # once is enough
+            self.log.line(
+                f"step {step}: mismatch/kl is {mismatch:.2g} (above {LARGE_MISMATCH:g}): vLLM sampled with other "
+                "probabilities than the trainer computes; --loss.rollout_correction tis weighs the tokens accordingly"
+            )
         for alarm in self.add(step, values):
             last_good = f"step_{step - IN_A_ROW:06d}"
             folders = sorted(self.run.folder.glob("checkpoints/step_??????"))

@@ -199,10 +199,10 @@ class Rollouts:
 
     @property
     def must_stop(self) -> bool:
-        """True if tools have failed in so many steps in a row that the run cannot go on."""
-        return self.health.must_stop
+        """True if a validation is good enough, or if tools have failed in too many steps in a row."""
+        return self.health.must_stop or (self.validation is not None and self.validation.has_reached_target)
 
     def raise_if_broken(self) -> None:
-        """Raise the final UserError of a run that `must_stop`."""
-        if self.must_stop:
+        """Raise the final UserError of a run whose tools have failed in too many steps in a row."""
+        if self.health.must_stop:
             raise UserError(self.health.stop_message())
