@@ -176,7 +176,7 @@ def main(cfg: RLConfig) -> None:
     rollouts = Rollouts(sampler, order, prompts, advantage=cfg.advantage, num_steps=num_steps, noise=noise)
     rollouts.resume(saver.progress, saver.rank_files, done_steps=done_steps)
     rollouts.validate_on(valid_prompts, log, run, done_steps=done_steps)
-    alarms = Alarms(run, log, ranks, done_steps)
+    alarms = Alarms(run, log, ranks, done_steps, is_corrected=cfg.loss.is_corrected)
     entropy_target = EntropyTarget(cfg.loss, entropies_until(done_steps, cfg, ranks))
     progress = log.progress(num_steps, "step", done=done_steps)
     stop = StopRequest()

@@ -190,6 +190,9 @@ class AdvantageConfig:
     dead_groups: Annotated[Literal["keep", "drop", "resample"], GROUPS, Needs("loss.kl_in", "loss")] = "keep"
     """Groups with equal rewards: keep = their tokens count in the loss's mean; drop = leave them out; resample = leave
     them out, and sample further prompts until the step has enough other groups (DAPO)."""
+    keep_variance: Annotated[float, Between(0, 1), GROUPS] = 1.0
+    """Train only on the groups with the most spread rewards: as few as hold this share of the sum of the groups'
+    standard deviations (RAGEN-2, arXiv 2604.06268: 0.9); 1 = all groups."""
     max_resample: Annotated[int, AtLeast(1), GROUPS, Needs("advantage.dead_groups", "resample")] = 2
     """resample: a step samples at most this number times data.num_prompts_per_step further prompts. If it still has too
     few groups, it is trained on these."""
@@ -208,6 +211,7 @@ class AdvantageConfig:
             critics = names_of("advantages", "CRITIC_ESTIMATORS")
             check_name("advantage.kind", self.kind, "advantages", "GROUP_ESTIMATORS", *critics)
         check_name("advantage.tree", self.tree, "advantages", "TREE_CREDITS")
+        require(self.keep_variance > 0, "advantage.keep_variance=0 would train on nothing; 1 keeps all groups")
         from_rewards = self.tree in names_of("advantages", "FROM_REWARDS")
         require(
             self.kind == "grpo" or self.needs_critic or not from_rewards,  # with a critic GROUPS refuses it
@@ -306,6 +310,11 @@ class LossConfig:
         Needs("loss.rollout_correction", not_in=("none",), use=CORRECTIONS),
     ] = 2.0
     """Largest weight, at least 1. For a geometric mean take 1.001."""
+
+    @property
+    def is_corrected(self) -> bool:
+        """True if the loss knows vLLM's probabilities: as the ratio's denominator, or through a correction."""
+        return self.old_logprobs == "rollout" or self.rollout_correction != "none"
 
     def __post_init__(self) -> None:
         check_name("loss.kind", self.kind, "losses", "TOKEN_LOSSES")

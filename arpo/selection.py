@@ -5,6 +5,8 @@ Trajectories with an infrastructure error are never trained on. advantage.dead_g
 
 from __future__ import annotations
 
+from statistics import pstdev
+
 from arpo.options import AdvantageConfig
 from arpo.trajectory import Group, Trajectory
 
@@ -26,10 +28,36 @@ def is_dead(group: Group) -> bool:
 
 
 def groups_to_train_on(groups: list[Group], num_prompts: int, cfg: AdvantageConfig) -> list[Group]:
-    """Return the groups of a step for its mini-batches. Under dead_groups=resample: the first mixed ones."""
-    if cfg.dead_groups != "resample":
-        return groups
-    return [group for group in groups if not is_dead(group)][:num_prompts]
+    """Return the groups of a step for its mini-batches, in order.
+
+    Under dead_groups=resample: the first mixed ones. Under keep_variance: of these, the ones with the most spread
+    rewards.
+    """
+    if cfg.dead_groups == "resample":
+        groups = [group for group in groups if not is_dead(group)][:num_prompts]
+    return groups if cfg.keep_variance == 1 else most_spread(groups, cfg.keep_variance)
+
+
+def most_spread(groups: list[Group], share: float) -> list[Group]:
+    """Return the groups with the largest standard deviations of rewards, as few as hold `share` of the sum of all.
+
+    Among equals the earlier ones. Deviations [0.1, 0.5, 0, 0.4], share 0.9 -> the second and the fourth. All 0 -> none.
+    """
+    spreads = [reward_spread(group) for group in groups]
+    kept = set()
+    missing = share * sum(spreads) * (1 - 1e-9)  # less what rounding may lose
+    for index in sorted(range(len(groups)), key=lambda i: -spreads[i]):
+        if missing <= 0:
+            break
+        kept.add(index)
+        missing -= spreads[index]
+    return [group for index, group in enumerate(groups) if index in kept]
+
+
+def reward_spread(group: Group) -> float:
+    """Return the standard deviation of the rewards to train on, known KL penalties subtracted; 0 for fewer than two."""
+    rewards = [t.reward - t.kl_penalty for t in trained_on(group)]
+    return pstdev(rewards) if len(rewards) > 1 else 0.0
 
 
 def training_trajectories(groups: list[Group], cfg: AdvantageConfig) -> list[tuple[int, Trajectory]]:

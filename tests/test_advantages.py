@@ -3,6 +3,7 @@ import torch
 from helpers.losses import loss_of
 
 from arpo.advantages import TREE_CREDITS, CriticEvidence, GroupEvidence, assign_advantages, gae, grpo
+from arpo.errors import UserError
 from arpo.options import AdvantageConfig
 from arpo.selection import groups_to_train_on, is_dead, training_trajectories
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
@@ -272,6 +273,32 @@ def test_training_leaves_out_what_cannot_teach():
     dead = Group(prompt, [trajectory("0", 1.0, [1, 1, 1, 1]), trajectory("1", 1.0, [1, 1, 1, 1, 1])])
     for cfg, expected in ((AdvantageConfig(), [3, 1, 4, 5]), (AdvantageConfig(dead_groups="drop"), [3, 1])):
         assert [len(t.token_ids) for _, t in training_trajectories([mixed, dead], cfg)] == expected
+
+
+@pytest.mark.parametrize(
+    "share, dead_groups, kept",
+    [
+        (1.0, "keep", [0, 1, 2, 3]),
+        (0.91, "keep", [0, 1, 3]),
+        (0.9, "keep", [1, 3]),
+        (0.6, "keep", [1, 3]),
+        (0.5, "keep", [1]),
+        (0.9, "resample", [1, 3]),
+    ],
+)
+def test_the_groups_that_hold_a_share_of_the_spread_are_trained_on(share, dead_groups, kept):
+    groups = groups_with([[0.0, 0.2], [0.0, 1.0], [1.0, 1.0], [0.0, 0.8]])  # deviations 0.1, 0.5, 0, 0.4
+    cfg = AdvantageConfig(keep_variance=share, dead_groups=dead_groups)
+    assert groups_to_train_on(groups, 4, cfg) == [groups[i] for i in kept]
+
+
+def test_nothing_is_trained_on_if_no_group_has_a_spread_or_but_one_reward():
+    groups = groups_with([[1.0, 1.0], [0.0, 0.0]])
+    assert groups_to_train_on(groups, 2, AdvantageConfig(keep_variance=0.9)) == []
+    groups[0].trajectories[0].stop_reason = StopReason.ERROR
+    assert groups_to_train_on(groups, 2, AdvantageConfig(keep_variance=0.9)) == []
+    with pytest.raises(UserError, match="keep_variance=0 would train on nothing"):
+        AdvantageConfig(keep_variance=0.0)
 
 
 LIVE, DEAD = [1.0, 0.0], [1.0, 1.0]

@@ -122,6 +122,28 @@ def test_an_advantage_is_one_file_and_one_flag(tmp_path):
     assign_advantages([group], cfg)
     assert [t.advantage for t in group.trajectories] == [3.0, -1.5, -1.5]
     assert token_advantages(group, cfg.tree, cfg)["1"].tolist() == [-1.5]
+    maxrl = load_config(RLConfig, [*RL, flags[0], flags[1].replace("rloo", "maxrl")]).advantage
+    assign_advantages([group], maxrl)  # the mean is 1
+    assert [t.advantage for t in group.trajectories] == [2.0, -1.0, -1.0]
+    for t in group.trajectories:
+        t.reward = -1.0
+    assign_advantages([group], maxrl)
+    assert [t.advantage for t in group.trajectories] == [0.0, 0.0, 0.0]
+
+
+def test_a_malformed_call_gets_an_advantage_of_its_own(tmp_path):
+    flag = f"{write_own_file('An advantage', tmp_path)}:bad_calls"
+    cfg = load_config(RLConfig, [*RL, "--advantage.tree", flag]).advantage
+    script = lambda _p, path, turn: [f"oops{path}</search>", CALL, ANSWER][turn]  # noqa: E731
+    [group] = play(script, cfg=RolloutConfig(group_size=2))
+    for t, reward in zip(group.trajectories, (1.0, 0.0), strict=True):
+        t.reward = reward
+    assign_advantages([group], cfg)
+    for t in group.trajectories:
+        credits = token_advantages(group, cfg.tree, cfg)[t.trajectory_id]
+        bad, good, answer = t.turns
+        assert set(credits[bad.start : bad.end]) == {-1.0}
+        assert set(credits[good.start : good.end]) == set(credits[answer.start :]) == {t.advantage}
 
 
 # ---- branching

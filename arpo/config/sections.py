@@ -54,6 +54,8 @@ class RunConfig:
     """train_rl.py: end the run at an alarm: entropy, gradient norm, response length or share of calls that ran is far
     from the values of the last steps. That step is not saved. The message names the newest checkpoint from before the
     alarm."""
+    stop_at_accuracy: Annotated[float | None, Between(0, 1)] = None
+    """train_rl.py: end the run, as after its last step, once a validation has this valid/accuracy; None = never."""
     dump_every: Annotated[int, AtLeast(0)] = 10
     """Steps between full trajectory dumps (the last step is always dumped); 0 = never."""
     trackers: tuple[str, ...] = ("tensorboard",)

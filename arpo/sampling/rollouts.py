@@ -23,7 +23,7 @@ from arpo.sampling.health import ToolHealth
 from arpo.sampling.sampler import Sampler
 from arpo.sampling.sources import OneRollout, Refilled
 from arpo.sampling.validation import Validation
-from arpo.selection import groups_to_train_on
+from arpo.selection import groups_to_train_on, is_dead
 from arpo.tools import take_counts
 from arpo.trajectory import Group, Prompt
 
@@ -176,6 +176,8 @@ class Rollouts:
         verdict = self.health.judge(sampled, self.first_drawn)
         if verdict.may_train:
             groups = groups_to_train_on(sampled, self.num_prompts, self.advantage)
+            if self.advantage.keep_variance < 1:
+                values["group/trained_share"] = len(groups) / len(sampled)
         else:
             groups = []
             values["group/not_trained_on"] = 1.0
@@ -189,7 +191,7 @@ class Rollouts:
         num_sampled = len(batch.sampled)
         batch.local_metrics.sum("group/resampled_prompts", (num_sampled - self.num_prompts) * is_main)
         batch.local_metrics.sum("group/cut_off", source.num_cut_off * is_main)
-        num_mixed = len(groups_to_train_on(batch.sampled, self.num_prompts, self.advantage))
+        num_mixed = sum(not is_dead(group) for group in batch.sampled)
         if num_mixed < self.num_prompts:
             self.sampler.log.line(f"step {step}: only {num_mixed} groups to train on, after {num_sampled} prompts")
 
@@ -197,10 +199,10 @@ class Rollouts:
 
     @property
     def must_stop(self) -> bool:
-        """True if tools have failed in so many steps in a row that the run cannot go on."""
-        return self.health.must_stop
+        """True if a validation is good enough, or if tools have failed in too many steps in a row."""
+        return self.health.must_stop or (self.validation is not None and self.validation.has_reached_target)
 
     def raise_if_broken(self) -> None:
-        """Raise the final UserError of a run that `must_stop`."""
-        if self.must_stop:
+        """Raise the final UserError of a run whose tools have failed in too many steps in a row."""
+        if self.health.must_stop:
             raise UserError(self.health.stop_message())

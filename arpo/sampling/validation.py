@@ -25,6 +25,8 @@ class Validation:
         self.prompts = prompts
         self.run = run
         self.num_steps = num_steps
+        self.has_reached_target = False
+        """True once a validation has reached run.stop_at_accuracy."""
 
     def before_training(self) -> None:
         """Validate before step 1, and log the scores as step 0. Collective."""
@@ -43,4 +45,10 @@ class Validation:
         self.sampler.score(source.to_score if self.sampler.team.is_first else [])
         groups = source.exchange()
         self.log.trajectories(step, groups, kind="valid")
-        return {f"valid/{name}": value for name, value in summarize(groups, seed=self.run.seed).items()}
+        values = {f"valid/{name}": value for name, value in summarize(groups, seed=self.run.seed).items()}
+        target = self.run.stop_at_accuracy
+        accuracy = values.get("valid/accuracy", 0.0)
+        if target is not None and accuracy >= target and step:
+            self.has_reached_target = True
+            self.log.line(f"step {step}: valid/accuracy {accuracy:.3f} has reached run.stop_at_accuracy={target}; done")
+        return values

@@ -10,9 +10,10 @@ from arpo.checkpoint import manifest
 from arpo.config.sections import RunConfig
 from arpo.errors import UserError
 from arpo.log.alarms import BANDS, Alarms
+from arpo.options import LossConfig
 
 USUAL = {"loss/entropy": 0.3, "optim/grad_norm": 0.5, "response/tokens": 60.0, "tools/all/calls": 95.0}
-USUAL["tools/all/not_run"] = 5.0
+USUAL |= {"tools/all/not_run": 5.0, "group/reward_std": 0.3, "reward/solved_share": 0.2}
 
 
 class Lines(list):
@@ -26,13 +27,13 @@ class OneRank:
         return value
 
 
-def watch(folder, rows: list[dict], *, done_steps: int = 0, stop: bool = False) -> list[str]:
+def watch(folder, rows: list[dict], *, done_steps: int = 0, stop: bool = False, **options) -> list[str]:
     """What is said of these steps, of which the first `done_steps` are in metrics.jsonl."""
     run, lines = RunConfig(dir=str(folder), name="run", stop_on_collapse=stop), Lines()
     run.folder.mkdir(exist_ok=True)
     text = "".join(json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(rows, 1))
     (run.folder / "metrics.jsonl").write_text(text)
-    alarms = Alarms(run, lines, OneRank(), done_steps)
+    alarms = Alarms(run, lines, OneRank(), done_steps, **options)
     for step, row in enumerate(rows[done_steps:], done_steps + 1):
         alarms.check(step, row)
     return lines
@@ -47,12 +48,18 @@ def watch(folder, rows: list[dict], *, done_steps: int = 0, stop: bool = False) 
         ("response length", {"response/tokens": 20.0}),
         ("response length", {"response/tokens": 200.0}),
         ("share of calls that ran", {"tools/all/not_run": 80.0}),
+        ("spread of a group's rewards", {"group/reward_std": 0.09}),
     ],
 )
 def test_a_number_that_leaves_its_band_for_two_steps_is_named_once(tmp_path, name, changed):
     assert watch(tmp_path, [USUAL] * 8 + [USUAL | changed, USUAL] * 3) == []  # by chance
     [line] = watch(tmp_path, [USUAL] * 8 + [USUAL | changed] * 4)
     assert line.startswith(f"step 10: alarm: the {name} is ") and "may be collapsing" in line
+
+
+def test_a_spread_that_is_gone_because_all_is_right_is_no_collapse(tmp_path):
+    done = USUAL | {"group/reward_std": 0.0, "reward/solved_share": 0.97}
+    assert watch(tmp_path, [USUAL] * 8 + [done] * 4) == []
 
 
 def test_a_policy_none_of_whose_calls_has_run_yet_is_no_collapse(tmp_path):
@@ -104,3 +111,18 @@ def test_a_run_whose_learning_rate_explodes_ends_before_it_saves_that(tmp_path):
     newest = max(map(manifest.step_of, checkpoints.glob("step_*")))
     alarm = next(line for line in done.output.splitlines() if "may be collapsing" in line)
     assert f"step {newest + 1}: " in alarm and f"step_{newest - 1:06d} is from before" in alarm
+
+
+def test_a_large_mismatch_names_the_correction_once(tmp_path):
+    rows = [USUAL | {"mismatch/kl": kl} for kl in (9e-4, 2e-3, 2e-3)]
+    assert watch(tmp_path, rows) == []  # the loss is corrected already
+    [line] = watch(tmp_path, rows, is_corrected=False)
+    assert line.startswith("step 2: mismatch/kl is 0.002") and "--loss.rollout_correction tis" in line
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_corrected"),
+    [({}, False), ({"rollout_correction": "mis"}, True), ({"old_logprobs": "rollout"}, True)],
+)
+def test_a_loss_is_corrected_by_weights_or_by_vllms_own_logprobs(changed, is_corrected):
+    assert LossConfig(**changed).is_corrected == is_corrected

@@ -77,6 +77,28 @@ def steps(ranks, folder: Path, cfg: RolloutConfig, advantage: AdvantageConfig, t
     return groups, rollouts
 
 
+@pytest.mark.parametrize(
+    ("target", "last_step"), [(None, 3), (0.0, 2), (1.0, 3)], ids=["no target", "reached at once", "never reached"]
+)
+def test_a_run_ends_at_the_first_validation_that_is_good_enough(alone, tmp_path, target, last_step):
+    sampler = sampler_with(alone, script, [EchoTool("search")], CFG, BRANCHES, score=Score())
+    log = RunLog(tmp_path, RunConfig(), is_main=True)
+    rollouts = Rollouts(sampler, PromptOrder(len(PROMPTS), 4, 0, option="n"), PROMPTS, KEEP, num_steps=3)
+    run = RunConfig(validate_every=2, stop_at_accuracy=target)
+    try:
+        rollouts.validate_on(PROMPTS[:5], log, run, done_steps=0)  # what is good from the start ends no run
+        for step in range(1, 4):
+            rollouts.next(step, Timers())
+            rollouts.after_update(step, Timers())
+            if rollouts.must_stop or step == 3:
+                break
+        rollouts.raise_if_broken()
+    finally:
+        sampler.tools.close()
+        log.close()
+    assert step == last_step and rollouts.must_stop == (target == 0.0)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [EchoTool, Notes, ForkedNotes])
 def test_a_validation_is_the_same_each_time_and_changes_nothing_of_what_is_trained_on(alone, tmp_path, way, kind):
