@@ -1,14 +1,16 @@
 """Estimate of what fits and how long a step takes, for five model sizes on 1 to 128 nodes.
 
     python benchmarks/scaling.py [--hardware 8xH100-80GB] [--config configs/qwen2.5_7b.yaml] [--quick]
+    python benchmarks/scaling.py --hardware 1xRTX4090-24GB --nodes 1 --config configs/gsm8k.yaml --model.lora_rank 32
 
 Every number is an estimate, by the formulas and assumptions of benchmarks/shared/cost_model.py. The assumptions are
 printed; no GPU was measured. On the CPU it measures the bytes of parameters, gradients, optimizer state and activations
 of a tiny model (last line; ratio = predicted / measured).
 
-With --config FILE ... it estimates the step of train_rl.py with these files and their model. Responses are assumed
-within the config's limits, and tool calls only if it has tools. Exit code 1, with a warning, if the step cannot fit.
-Without --config, all sizes take the defaults of train_rl.py (the paper's 7B recipe).
+With --config FILE ... it estimates a run of train_rl.py with these files, their model, and any flags of train_rl.py: a
+step, and the hours and the disk of all steps, validations and saves. Responses are assumed within the config's limits,
+and tool calls only if it has tools. Exit code 1, with a warning, if the step cannot fit. Without --config, all sizes
+take the defaults of train_rl.py (the paper's 7B recipe).
 
 If one of the files is called ...sft.yaml, the step is a step of train_sft.py, and the hours are those of the entire run
 (--conversations: number in the file; --conversation_tokens: their mean length, which decides the time).
@@ -24,6 +26,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -47,11 +50,16 @@ from benchmarks.shared.cost_model import (
     shape_from_json,
 )
 from benchmarks.shared.hardware import HARDWARE, Hardware
+from benchmarks.shared.recipe import DISK_GB_S, Recipe, checkpoint_bytes, disk_bytes, export_bytes, hours, recipe_of
+
+if TYPE_CHECKING:
+    from train_rl import RLConfig
 
 # ---------------------------------------------------------------------------------------------------------- tables
 
 COLUMNS = ("model", "nodes", "prompts", "train GiB", "rollout GiB", "KV GiB", "rollout s (tail)", "logprobs s")
 COLUMNS += ("update s (comm)", "sync s", "step s")
+RUN_COLUMNS = ("nodes", "steps: hours", "validations: hours", "saves: hours", "hours in all")
 SFT_COLUMNS = ("model", "nodes", "conversations", "train GiB", "step s (comm)", "steps", "hours")
 KNOWN_CONVERSATIONS = {"dongguanting/ARPO-SFT-54K": 54_000}
 """Data set -> its conversations, about."""
@@ -83,19 +91,29 @@ def table(models: dict[str, Shape], work: Workload, hw: Hardware, all_nodes: lis
     return lines
 
 
-def from_config(paths: list[str]) -> tuple[str, Workload]:
-    """Return (model path, workload of these config files). Raises UserError like train_rl.py."""
+def load_rl(argv: list[str]) -> RLConfig:
+    """Return the config of these files and flags. Raises UserError like train_rl.py."""
     from arpo.start.load import load_config
-    from arpo.update import first_update_computes_old_logprobs
     from train_rl import RLConfig
 
     try:
-        cfg = load_config(RLConfig, paths)
+        return load_config(RLConfig, argv)
     except UserError as error:
         if "num_conversations_per_step" in str(error):
             raise UserError(f"{error}; for SFT name it ...sft.yaml, and scaling.py estimates train_sft.py") from None
         raise
-    work = Workload(
+
+
+def from_config(argv: list[str]) -> tuple[str, Workload]:
+    """Return (model path, workload) of these config files and flags. Raises UserError like train_rl.py."""
+    cfg = load_rl(argv)
+    return cfg.model.path, workload_of(cfg)
+
+
+def workload_of(cfg: RLConfig) -> Workload:
+    from arpo.update import first_update_computes_old_logprobs
+
+    return Workload(
         num_prompts=cfg.data.num_prompts_per_step,
         group_size=cfg.rollout.group_size,
         max_prompt_tokens=cfg.data.max_prompt_tokens,
@@ -115,7 +133,31 @@ def from_config(paths: list[str]) -> tuple[str, Workload]:
         tree_token_ratio=1.0 if cfg.update.layout == "packed" else Workload.tree_token_ratio,
         **lengths(cfg.data.max_prompt_tokens, cfg.rollout, num_tools=len(cfg.tools.names)),
     )
-    return cfg.model.path, work
+
+
+def recipe_lines(recipe: Recipe, shape: Shape, work: Workload, hw: Hardware, all_nodes: list[int]) -> list[str]:
+    """Return the table of the run's hours and the line of its disk."""
+    lines = []
+    if recipe.num_steps:
+        lines += [f"| {' | '.join(RUN_COLUMNS)} |", "|" + "---|" * len(RUN_COLUMNS)]
+        for nodes in all_nodes:
+            if misfits(shape, work, hw, nodes * hw.gpus_per_node):
+                continue
+            h = hours(shape, work, recipe, hw, nodes * hw.gpus_per_node)
+            cells = [str(nodes), f"{recipe.num_steps}: {h.steps:.1f}", f"{recipe.num_validations}: {h.validations:.1f}"]
+            cells += [f"{recipe.num_saves}: {h.saves:.1f}", f"{h.total:.1f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"hours of saves at {DISK_GB_S:g} GB/s; not counted: starts, and validations of unknown length")
+    else:
+        lines.append("hours: unknown, because data.train is not here; pass --run.num_steps N")
+    state = checkpoint_bytes(shape, recipe) / 1e9
+    export = export_bytes(shape) / 1e9 if recipe.num_exports else 0
+    stays, peak = (number / 1e9 for number in disk_bytes(shape, recipe))
+    lines.append(
+        f"disk: {stays:.0f} GB, and {peak:.0f} GB during a save (a checkpoint has {state:.1f} GB of state and "
+        f"{export:.1f} GB of export; run.keep_checkpoints={recipe.keep_checkpoints})"
+    )
+    return lines
 
 
 def is_of_sft(paths: list[str]) -> bool:
@@ -123,7 +165,7 @@ def is_of_sft(paths: list[str]) -> bool:
     return any(Path(path).stem.endswith("sft") for path in paths)
 
 
-def sft_from_config(paths: list[str], num_conversations: int) -> tuple[str, SftWorkload, int]:
+def sft_from_config(argv: list[str], num_conversations: int) -> tuple[str, SftWorkload, int]:
     """(model path, what the files say of the step, steps of the run; 0 if that is not known).
 
     num_conversations: those of the file; 0 = as many as the papers' data set has, if it is that one. Raises UserError
@@ -132,7 +174,7 @@ def sft_from_config(paths: list[str], num_conversations: int) -> tuple[str, SftW
     from arpo.start.load import load_config
     from train_sft import SFTConfig
 
-    cfg = load_config(SFTConfig, paths)
+    cfg = load_config(SFTConfig, argv)
     work = SftWorkload(
         model=cfg.model,
         num_conversations=cfg.data.num_conversations_per_step,
@@ -230,9 +272,9 @@ def measure(shape: Shape, num_tokens: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def estimate_sft(args: argparse.Namespace, hw: Hardware) -> None:
+def estimate_sft(args: argparse.Namespace, flags: list[str], hw: Hardware) -> None:
     """Print the table of train_sft.py's step. Ends with a warning if it fits nowhere. Raises UserError."""
-    path, work, num_steps = sft_from_config(args.config, args.conversations)
+    path, work, num_steps = sft_from_config([*args.config, *flags], args.conversations)
     work = replace(work, conversation_tokens=args.conversation_tokens)
     path = args.model or path
     lines = sft_table(path, shape_of(path), work, hw, args.nodes, num_steps)
@@ -247,29 +289,37 @@ def estimate_sft(args: argparse.Namespace, hw: Hardware) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--hardware", choices=HARDWARE, default="8xH100-80GB")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
-    parser.add_argument("--config", nargs="+", help="estimate this step only, for its own model, or --model")
+    parser.add_argument("--config", nargs="+", help="estimate this run only, for its own model, or --model")
     parser.add_argument("--model", help="a model's folder, or its name, where the config's model.path is not there yet")
     parser.add_argument("--conversations", type=int, default=0, help="SFT: conversations of the training file")
     parser.add_argument(
         "--conversation_tokens", type=float, default=SftWorkload.conversation_tokens, help="SFT: their mean length"
     )
     parser.add_argument("--quick", action="store_true", help="measure a smaller model")
-    args = parser.parse_args(argv)
+    args, flags = parser.parse_known_args(argv)
+    if flags and not args.config:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}; flags of train_rl.py need --config FILE")
     hw = HARDWARE[args.hardware]
     if args.config and is_of_sft(args.config):
-        estimate_sft(args, hw)
+        estimate_sft(args, flags, hw)
         return
     work = Workload()
     models = MODELS
     if args.config:
-        path, work = from_config(args.config)
-        path = args.model or path
+        cfg = load_rl([*args.config, *flags])
+        work = workload_of(cfg)
+        path = args.model or cfg.model.path
         models = {path: shape_of(path)}
     print(f"{args.hardware}: {hw}\n{work}\n")
     print("\n".join(table(models, work, hw, args.nodes)))
+    if args.config:
+        recipe = recipe_of(cfg)
+        print("", *recipe_lines(recipe, models[path], work, hw, args.nodes), "", sep="\n")
     if args.quick:
         sizes = {"hidden": 128, "intermediate": 512, "layers": 4, "heads": 4, "vocab": 2048}
     else:
