@@ -1,4 +1,4 @@
-"""GSM8K under configs/gsm8k.yaml: its own rows are read as they are, and answers as public reports have them are graded.
+"""GSM8K under configs/gsm8k.yaml: its rows are read as they are, and answers of public reports are graded.
 
 Each case names the project and the number of the report.
 """
@@ -18,7 +18,7 @@ GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k"
 RIGHT = {
     "a sentence around the box": r"So she earns 18 dollars. The answer is \boxed{18}.",
     "verl #2150: a box, which its default prompt does not ask for": r"<think>9 * 2</think>" + "\n\n" + r"\boxed{18}",
-    "evalscope PR #903: the answer within much text": "**Step 1**\n...\n" * 30 + r"**Answer:** \(\boxed{18}\)" + "\nDone.",
+    "evalscope PR #903: the answer within much text": "**Step 1**\n" * 30 + r"**Answer:** \(\boxed{18}\)" + "\nDone.",
     "a unit": r"\boxed{18 \text{ dollars}}",
     "a sign of money": r"\boxed{\$18}",
     "decimals": r"\boxed{18.00}",
