@@ -5,8 +5,9 @@
 
 A section is a test of tests/test_gpu*.py, a benchmark, a run of train_rl.py, or a check that takes all GPUs (ranks/).
 Each runs in a separate process with a time limit, so that a crash, a hang or an empty memory does not affect the
-others. Tests without an engine share a process; those that fail there run again alone. A section is skipped if packages
-or GPUs are missing, or if --total-min minutes are over.
+others. Tests without an engine share a process; those that fail there run again alone. A section is skipped if GPUs or
+packages that it names are missing, or if --total-min minutes are over. If it lacks a package that it does not name, it
+has failed. A section that fails keeps the numbers that it had by then.
 
 OUT/report.json and OUT/report.md are rewritten after each section. OUT/logs.txt has the output of all sections, with
 vLLM's output and the stacks of a section that hung. OUT/running.txt has the output of the present section, and
@@ -17,11 +18,11 @@ results, so that a report can be made in several sittings. Exit code 1 if a sect
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import re
 import signal
@@ -36,6 +37,7 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.shared.children import UNFINISHED, child_environment
 from benchmarks.shared.gpu_sections import ROOT, Section, sections
 from benchmarks.shared.marked import MARK, signal_all
 
@@ -84,15 +86,16 @@ def run(section: Section, device: str, log: Path, *, quick: bool, limit_s: float
     # A process may crash at its exit, after its work is done: that is a note, not a failure.
     note = f"exit code {code}" if code else ""
     if code is None:
-        return Outcome(section.name, "failed", seconds, f"no end within {limit_s:.0f} s; {last_line(text)}")
+        return Outcome(section.name, "failed", seconds, f"no end within {limit_s:.0f} s; {last_line(text)}", result)
     if code and (absent := absent_package(text)):
-        return Outcome(section.name, "skipped", seconds, f"{absent} is not installed")
+        # Not "skipped": nobody expected it, and such a package has once hidden all tests of the trainer.
+        return Outcome(section.name, "failed", seconds, f"{absent} is not installed; add it to the section's needs")
     if cases is not None and code not in PYTEST_BROKE:
         status, reason = judge_tests(cases, text)
         return Outcome(section.name, status, seconds, reason or ("" if code == 1 else note))
-    if result is not None:
+    if result is not None and UNFINISHED not in result:
         return Outcome(section.name, "passed", seconds, note, result)
-    return Outcome(section.name, "failed", seconds, why(text) if code else "no JSON in its last line")
+    return Outcome(section.name, "failed", seconds, why(text) if code else "no JSON in its last line", result)
 
 
 def absent_needs(section: Section) -> str:
@@ -111,8 +114,7 @@ def execute(
     command = [sys.executable, *(part for part in section.command if quick or part != "{quick}")]
     command = ["--quick" if part == "{quick}" else part for part in command]
     mark = uuid.uuid4().hex
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", MARK: mark}
-    env |= {"ARPO_VLLM_LOG": "/dev/stderr"}
+    env = child_environment(PYTHONUNBUFFERED="1", PYTHONFAULTHANDLER="1", ARPO_VLLM_LOG="/dev/stderr") | {MARK: mark}
     if device == "cpu":
         # Compiling for each shape takes minutes on a CPU.
         env |= {"CUDA_VISIBLE_DEVICES": "", "ARPO_GPU_KIT": "cpu", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -165,6 +167,14 @@ def absent_package(text: str) -> str:
     return missing[1] if missing and missing[1].partition(".")[0] not in OURS else ""
 
 
+def absent_packages(outcomes: list[Outcome]) -> str:
+    """Return a line about all packages whose absence cost a section: "3 sections did not run: tyro (1), vllm (2)"."""
+    reasons = [o.reason.partition(" is not installed")[0] for o in outcomes if " is not installed" in o.reason]
+    counts = collections.Counter(name for reason in reasons for name in reason.split(", "))
+    names = ", ".join(f"{name} ({count})" for name, count in sorted(counts.items()))
+    return f"{len(reasons)} sections did not run for want of packages: {names}" if reasons else ""
+
+
 def run_before(deadline: float, section: Section, device: str, log: Path, limit_s: float, *, quick: bool) -> Outcome:
     """Run a section until the deadline. If only the deadline stopped it, it is skipped and has not failed."""
     left_s = deadline - time.monotonic()
@@ -190,9 +200,9 @@ def last_error(text: str) -> str:
 
 
 def last_line(text: str) -> str:
-    """Return the last line before the stacks."""
+    """Return the last line before the stacks that is not a result."""
     lines = text.partition(FATAL)[0].splitlines()
-    return next((line for line in reversed(lines) if line.strip()), "no output")[:300]
+    return next((line for line in reversed(lines) if line.strip() and not line.startswith("{")), "no output")[:300]
 
 
 def last_json(text: str) -> dict | None:
@@ -234,10 +244,13 @@ def machine(device: str) -> dict[str, str]:
     return about
 
 
-def write_machine(file: Path) -> None:
-    """Write the long descriptions of this machine by other programs."""
+def write_machine(file: Path, gpu: str) -> None:
+    """Write the long descriptions of this machine by other programs. They take 20 s, so once for each kind of GPU."""
+    if file.exists() and gpu in file.read_text(errors="replace"):
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as output:
+        output.write(f"{gpu}\n")
         for command in MACHINE:
             output.write(f"\n== {command}\n")
             output.flush()
@@ -275,7 +288,7 @@ def write_report(folder: Path, about: dict[str, str], outcomes: list[Outcome]) -
 def summary(outcome: Outcome) -> str:
     parts = [outcome.reason.replace("|", "/")] if outcome.reason else []
     for name, value in (outcome.result or {}).items():
-        if name != "name" and isinstance(value, int | float | str):
+        if name not in ("name", UNFINISHED) and isinstance(value, int | float | str):
             parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
     return ", ".join(parts)
 
@@ -293,11 +306,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_report"))
     parser.add_argument("--limit-s", type=float, help="time limit of each section instead of its own")
     parser.add_argument("--total-min", type=float, default=45.0, help="time limit of all sections together")
-    parser.add_argument("--list", action="store_true", help="the names of all sections, and nothing else")
+    parser.add_argument("--list", action="store_true", help="only list the sections, with the seconds they should take")
     args = parser.parse_args()
     chosen = [s for s in sections(args.device) if not args.only or any(part in s.name for part in args.only)]
     if args.list:
-        print("\n".join(section.name for section in chosen))
+        print("\n".join(f"{section.name}  ({section.expected_s} s)" for section in chosen))
         return
     about = machine(args.device)
     if args.device == "cuda" and about["gpu"] == "none":
@@ -316,7 +329,7 @@ def make_report(chosen: list[Section], about: dict[str, str], args: argparse.Nam
     running = args.out / RUNNING
     # test file -> outcomes of the tests that passed or were skipped when run together
     together: dict[str, dict[str, Outcome]] = {}
-    write_machine(args.out / "machine.txt")
+    write_machine(args.out / "machine.txt", about["gpu"])
     if not args.only:
         (args.out / LOGS).unlink(missing_ok=True)
     for number, section in enumerate(chosen, 1):
@@ -340,6 +353,8 @@ def make_report(chosen: list[Section], about: dict[str, str], args: argparse.Nam
         print(f"{outcome.status} ({outcome.seconds:.0f} s) {summary(outcome)}", flush=True)
         write_report(args.out, about, list(outcomes.values()))
     print(args.out / "report.md")
+    if line := absent_packages([outcomes[section.name] for section in chosen]):
+        print(line)
     return any(outcomes[section.name].status == "failed" for section in chosen)
 
 

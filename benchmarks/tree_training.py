@@ -34,6 +34,7 @@ from arpo.options import AdvantageConfig
 from arpo.selection import training_trajectories
 from arpo.trajectory import Context, Group, Prompt, StopReason, Trajectory
 from arpo.tree import tree_microbatches
+from benchmarks.shared.children import print_so_far
 
 VOCAB = {"quick": 4096, "full": 32_768}
 MODELS = {  # hidden, intermediate, layers
@@ -199,8 +200,6 @@ def main() -> None:
     torch.set_num_threads(1)
     policy = build_policy(size, device)
     plain = compare(policy, size, device, repeats=1 if size == "quick" else 3, contexts=False)
-    print("a context for each turn:")
-    several = compare(policy, size, device, repeats=1, contexts=True)
     result = {
         "name": "tree_training",
         "ratio": plain["ratio"],
@@ -211,9 +210,11 @@ def main() -> None:
         "padded": plain["padded"],
         "device": device.type,
         "gradient_difference": plain["difference"],
-        "contexts_ratio": several["ratio"],
-        "contexts_token_ratio": several["token_ratio"],
     }
+    print_so_far(result)
+    print("a context for each turn:")
+    several = compare(policy, size, device, repeats=1, contexts=True)
+    result |= {"contexts_ratio": several["ratio"], "contexts_token_ratio": several["token_ratio"]}
     print(json.dumps(result))
 
 

@@ -6,7 +6,8 @@ One rank, or the ranks of torchrun. FSDP2, float32 master weights, bfloat16 comp
 recomputed, chunked head, one packed micro-batch on each rank. FLOPs are the model FLOPs of PaLM (appendix B): 2 per
 weight and token forward, 4 backward, the head for loss tokens only, causal attention within rows. Recomputation does
 not count. `ratio` = this rate / the rate of one large matrix product in the same dtype, measured in the same run.
-`compile_ratio` = time of the step / its time with model.compile=layers.
+`compile_ratio` = time of the step / its time with model.compile=layers. `optimizer_s` = seconds of clipping and AdamW,
+or a text if the training state does not fit. Each number is printed as soon as it is there.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ from arpo.model import Policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.model.policy import attention_implementation, reshard_all, shard
 from arpo.ranks import Ranks, init_ranks
+from benchmarks.shared.children import print_so_far
 from benchmarks.shared.cost_model import Shape
 from benchmarks.shared.shapes import SHAPES, config_of
 
 DATASHEET_TFLOPS = {"H200": 989, "H100": 989, "A100": 312}  # dense bfloat16; the SXM parts
+
+STATE_BYTES = 16
+"""Per parameter: weight, gradient and two moments in float32."""
 
 PUBLISHED = {("0.6b", 1): 11_900, ("4b", 8): 26_000}
 """(shape, number of H100s) -> tokens per second of prime-rl's trainer on rows of 16,384 tokens, from its repository."""
@@ -96,15 +101,18 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, repeats: int) -> flo
 
 
 def optimizer_seconds(policy: Policy, step: Callable[[], None], device: torch.device, repeats: int) -> float | str:
-    """Return the seconds of clipping and AdamW, or "out of memory": its two moments may not fit on one GPU."""
-    optimizer = build_optimizer(policy, OptimConfig())
-    step()
+    """Return the seconds of clipping and AdamW, or a text: the training state may not fit on one GPU."""
+    state = STATE_BYTES * sum(parameter.to_local().numel() for parameter in policy.parameters())
+    if device.type == "cuda" and state > torch.cuda.get_device_properties(device).total_memory:
+        return f"not measured: the training state is {state / 2**30:.0f} GiB"
 
     def action() -> None:
         clip_grad_norm(policy, 1.0)
         optimizer.step()
 
     try:
+        optimizer = build_optimizer(policy, OptimConfig())  # allocates the moments
+        step()
         return seconds(action, device, repeats)
     except torch.OutOfMemoryError:
         return "out of memory"
@@ -150,11 +158,17 @@ def measure(name: str, ranks: Ranks, repeats: int, row_tokens: int) -> dict:
             result["datasheet_mfu"] = rate / datasheet[0]
         if row_tokens == 16_384 and (name, ranks.world_size) in PUBLISHED:
             result["prime_rl_tokens_per_s"] = PUBLISHED[name, ranks.world_size]
+    if ranks.is_main:
+        print_so_far(result)
+    reshard_all(policy)
+    result["optimizer_s"] = optimizer_seconds(policy, step, device, repeats)
+    if ranks.is_main:
+        print_so_far(result)
+    # Last, because layers that cannot be compiled cannot compute any more.
     for layer in policy.hf.model.layers:
         layer.compile(dynamic=True)
     result["compile_ratio"] = step_s / seconds(step, device, repeats)
-    reshard_all(policy)
-    return result | {"optimizer_s": optimizer_seconds(policy, step, device, repeats)}
+    return result
 
 
 def main() -> None:

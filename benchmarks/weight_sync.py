@@ -31,6 +31,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.shared.children import child_environment
+
 
 def write_config(folder: str, *, quick: bool) -> None:
     """Write a Qwen3 config of 13M or 0.6B parameters, and a one-word tokenizer (nobody reads a text here)."""
@@ -180,7 +183,7 @@ def main() -> None:
             measure(folder, quick=args.quick)
         return
     launch = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torch.cuda.device_count() or 2}")
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    environment = child_environment(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
     sys.exit(subprocess.run([sys.executable, *launch, *sys.argv], env=environment).returncode)
 
 

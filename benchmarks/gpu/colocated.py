@@ -33,6 +33,7 @@ from arpo.engine.weight_sync import expected_parameters
 from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.ranks import Ranks, init_ranks
 from arpo.start.memory import engine_memory
+from benchmarks.shared.children import print_so_far
 from benchmarks.shared.shapes import SHAPES, write_config
 from benchmarks.update_mfu import build_policy, one_micro
 
@@ -138,6 +139,8 @@ def measure(ranks: Ranks, folder: str, args: argparse.Namespace) -> dict[str, fl
         for turn, action in turns.items():
             result[f"{turn}_s"] = seconds(action)
             result[f"free_after_{turn}_gib"] = free_gib()
+            if ranks.is_main:
+                print_so_far(result)
             if turn == "update" and ON_GPU:
                 torch.cuda.empty_cache()
                 unused = (torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) / GIB

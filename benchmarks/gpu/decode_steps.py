@@ -1,11 +1,11 @@
 """Milliseconds of a decode step by the number of rows, and the GPU's part of the time.
 
-    python benchmarks/gpu/decode_steps.py [--quick] [--shape 7b]
+    python benchmarks/gpu/decode_steps.py [--quick] [--shape 7b] [--rows 256 64 16 1]
 
 All rows are seeded and have the same context; weights are random. `step` is the time from step to step. `gpu` is the
 sum of all kernels, from torch's profiler, in separate steps. `host` = step - gpu: the GPU waits for Python in this
 time. `ours` is the part of a step outside vLLM. `cost_model` is the estimate of benchmarks/shared/cost_model.py for an
-H100. Last line: JSON; `ratio` = gpu / step at the most rows.
+H100. Last line: JSON; `ratio` = gpu / step at the most rows, which come first.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from arpo.config.sections import EngineConfig
 from arpo.engine import Engine, SamplingSpec
+from benchmarks.shared.children import print_so_far
 from benchmarks.shared.cost_model import decode_seconds
 from benchmarks.shared.hardware import HARDWARE
 from benchmarks.shared.shapes import SHAPES, write_config
@@ -79,8 +80,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few rows, a short context, few steps")
     parser.add_argument("--shape", choices=SHAPES, default="7b" if ON_GPU else "tiny")
+    parser.add_argument("--rows", type=int, nargs="+", default=[256, 64, 16, 1], help="numbers of rows")
     args = parser.parse_args()
-    all_rows, context, num_steps = ((16, 1), 64, 8) if args.quick else ((256, 64, 16, 1), 1500, 50)
+    all_rows, context, num_steps = ([16, 1], 64, 8) if args.quick else (sorted(args.rows, reverse=True), 1500, 50)
     shape, result = SHAPES[args.shape], {"name": "decode_steps", "shape": args.shape}
     with tempfile.TemporaryDirectory() as folder:
         write_config(folder, shape)
@@ -92,6 +94,7 @@ def main() -> None:
         model_ms = 1000 * decode_seconds(shape, HARDWARE["8xH100-80GB"], num_rows, num_rows * context)
         print(f"{num_rows:4} rows: " + ", ".join(f"{name} {ms:.2f}" for name, ms in found.items()), flush=True)
         result |= {f"{name}_ms_{num_rows}": ms for name, ms in (found | {"cost_model": model_ms}).items()}
+        print_so_far(result)
     engine.close()
     most = all_rows[0]
     gpu, step = result[f"gpu_ms_{most}"], result[f"step_ms_{most}"]

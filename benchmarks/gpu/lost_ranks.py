@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from arpo.ranks import init_ranks
+from benchmarks.shared.children import child_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 SILENCE_S, WAIT_S, START_S = 10.0, 30.0, 240.0
@@ -61,8 +62,8 @@ def launch(node: int, gpus: list[int], folder: Path, port: int) -> subprocess.Po
         "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id={port}",
         f"--rdzv_conf=is_host={int(node == 0)}", "--local_addr=127.0.0.1", __file__, "--folder", str(folder),
     ]  # fmt: skip
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    shown = ",".join(map(str, gpus))
+    env = child_environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES=shown)
     with (folder / f"log{node}").open("w") as log:
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
 

@@ -26,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from arpo.log import read_metrics
+from benchmarks.shared.children import child_environment
 from benchmarks.shared.shapes import SHAPES, config_of
 from benchmarks.shared.tiny_model import TAGS, write_tokenizer
 
@@ -83,7 +84,7 @@ def write_world(folder: Path, shape_name: str) -> list[str]:
 def launch(folder: Path, num_ranks: int, argv: list[str], *, kill_after_step: int = 0) -> tuple[str, float]:
     """Run train_rl.py to the end, or kill the run after a logged step. Return output and seconds of the start."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    env = child_environment(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
     log, metrics, started, start_s = folder / "log", folder / "runs" / "run" / "metrics.jsonl", time.monotonic(), 0.0
     log.unlink(missing_ok=True)
     with log.open("ab") as output:  # at its end: vLLM opens it once more

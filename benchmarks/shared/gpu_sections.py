@@ -22,6 +22,20 @@ class Section:
     file: str = ""
     """Sections of the same test file share a process; "" = the section always runs alone."""
 
+    @property
+    def expected_s(self) -> int:
+        """Seconds that it should take on an H100, with its imports. Counted, not measured: no GPU has run one yet."""
+        return next(seconds for part, seconds in EXPECTED_S.items() if part in self.name)
+
+
+EXPECTED_S = {
+    "fifty_cycles": 90, "vllm_samples_from": 45, "correctness/vllm": 40, "correctness/": 5,
+    "run/train_rl_small": 120, "run/": 180, "decode_steps_0.5b": 75, "decode_steps": 150, "colocated": 150,
+    "engine_decode": 75, "update_mfu_7b": 75, "update_mfu": 45, "attention_backends": 40, "optimizer_step": 25,
+    "tree_training": 60, "head_memory": 40, "weight_sync": 60, "rollout_streaming": 90, "ranks/": 300,
+}  # fmt: skip
+"""Part of a section's name -> expected_s. The first that matches counts. An engine's start is about 25 s of it."""
+
 
 def sections(device: str) -> list[Section]:
     """Return the sections, the most valuable first: the GPU may be gone before the last one."""
@@ -72,11 +86,14 @@ def speed_sections(device: str) -> list[Section]:
         # one row of 16k tokens, to compare with what prime-rl publishes
         *([benchmark("update_mfu", *PUBLISHED, "0.6b", name="update_mfu_0.6b_16k")] if on_gpu else []),
         benchmark("gpu/decode_steps", name=f"decode_steps_{shapes[-1]}", needs=("vllm",)),
+        # a small model with many rows, where the host decides
+        *([benchmark("gpu/decode_steps", *MANY_ROWS, name="decode_steps_0.5b", needs=("vllm",))] if on_gpu else []),
         # a 7B's training state needs eight GPUs: here it is the 0.5B's, beside a ballast
         benchmark("gpu/colocated", "--trained", shapes[0], name=f"colocated_{shapes[-1]}", needs=("vllm",)),
     ]
 
 
+MANY_ROWS = ("--shape", "0.5b", "--rows", "1024", "512", "256")
 PUBLISHED = ("--row-tokens", "16384", "--shape")
 OF_TRAIN_RL = ("vllm", "tyro", "tantivy", "math_verify", "pyarrow")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from arpo.start.load import load_config
+from benchmarks.shared.children import child_environment
 from train_rl import RLConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,10 +68,76 @@ def test_a_section_without_its_packages_is_skipped(outcome):
     assert (skipped.status, skipped.reason, skipped.seconds) == ("skipped", "no_such_package is not installed", 0.0)
 
 
-@pytest.mark.parametrize("module, status", [("no_such_package.part", "skipped"), ("arpo.no_such_module", "failed")])
-def test_a_section_that_cannot_import_another_package_is_skipped_but_not_for_one_of_our_own(outcome, module, status):
+@pytest.mark.parametrize("module", ["no_such_package.part", "arpo.no_such_module"])
+def test_a_section_that_lacks_a_package_which_it_does_not_name_has_failed(outcome, module):
+    """As unsloth 7971 and dask 4706: a test that is skipped for an import which nobody expected looks like a pass."""
     ended = outcome(f"raise ModuleNotFoundError('No module named ' + repr({module!r}))")
-    assert ended.status == status and module in ended.reason
+    assert ended.status == "failed" and module in ended.reason
+
+
+def test_the_last_line_counts_what_did_not_run_for_want_of_a_package(outcome):
+    lacking = [
+        outcome("", needs=("no_such_a",)),
+        outcome("", needs=("no_such_a", "no_such_b")),
+        outcome("raise ModuleNotFoundError(\"No module named 'no_such_b.part'\")"),
+    ]
+    line = "3 sections did not run for want of packages: no_such_a (2), no_such_b (1), no_such_b.part (1)"
+    assert gpu_report.absent_packages([*lacking, outcome("print('{}')")]) == line
+    assert gpu_report.absent_packages([outcome("print('{}')"), outcome("1 / 0")]) == ""
+
+
+def test_a_section_imports_a_package_that_only_the_callers_pythonpath_names(outcome, tmp_path, monkeypatch):
+    """As sdnext 3878: packages of pip install --target are found in no other way."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "only_there.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    assert outcome("import only_there, arpo; print('{}')").status == "passed"
+    paths = child_environment(SOME="1")
+    assert paths["PYTHONPATH"] == f"{ROOT}:{tmp_path / 'site'}" and paths["SOME"] == "1"
+    monkeypatch.delenv("PYTHONPATH")
+    assert child_environment()["PYTHONPATH"] == str(ROOT), "an empty entry would be the current folder"
+
+
+def test_no_benchmark_sets_pythonpath_for_itself():
+    files = [path for path in (ROOT / "benchmarks").rglob("*.py") if '"PYTHONPATH"' in path.read_text()]
+    assert [path.name for path in files] == ["children.py"]
+
+
+def test_a_section_that_fails_or_hangs_keeps_the_numbers_it_had(outcome):
+    """As datafusion-ballista 2101: a failure in the last part must not cost what was measured before it."""
+    so_far = "from benchmarks.shared.children import print_so_far; print_so_far({'name': 'x', 'ratio': 2.5}); "
+    failed = outcome(so_far + "raise ValueError('no such shape')")
+    assert (failed.status, failed.reason) == ("failed", "ValueError: no such shape")
+    assert failed.result["ratio"] == 2.5 and gpu_report.summary(failed) == "ValueError: no such shape, ratio 2.5"
+    hung = outcome(so_far + "import time; time.sleep(600)", limit_s=5)
+    assert hung.status == "failed" and hung.result["ratio"] == 2.5
+    assert outcome(so_far).status == "failed", "it ended before its last line"
+    assert outcome(so_far + "print('{\"ratio\": 3}')").result == {"ratio": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "broken, status, optimizer",
+    [
+        ("mfu.build_optimizer", "passed", "out of memory"),
+        ("torch.nn.Module.compile", "failed", None),
+    ],
+)
+def test_the_mfu_stays_if_the_optimizer_or_the_compiler_fails(tmp_path, broken, status, optimizer):
+    error = {"passed": "torch.OutOfMemoryError('CUDA out of memory')", "failed": "RuntimeError('no compiler')"}[status]
+    code = f"""
+import sys, torch
+from benchmarks import update_mfu as mfu
+def fail(*args, **kwargs): raise {error}
+{broken} = fail
+sys.argv = ["update_mfu", "--quick", "--shape", "tiny"]
+mfu.main()
+"""
+    section = gpu_report.Section("some/section", ("-c", code))
+    ended = gpu_report.run(section, "cpu", tmp_path / "log", quick=True, limit_s=300)
+    assert ended.status == status and 0 < ended.result["ratio"] < 1, ended
+    assert ended.result["optimizer_s"] == optimizer if optimizer else ended.result["optimizer_s"] > 0
+    assert status == "passed" or ended.reason == "RuntimeError: no compiler"
 
 
 @pytest.mark.slow
