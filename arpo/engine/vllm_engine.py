@@ -37,6 +37,7 @@ from arpo.engine.containment import (
 )
 from arpo.engine.noise import compile_draw, install_noise_hook
 from arpo.engine.requests import Chunk, SamplingSpec
+from arpo.engine.v2_sampler import SamplerWithEntropies
 from arpo.engine.weight_sync import check_checkpoint, expected_parameters, full_tensors, renew_tied_head
 from arpo.errors import UserError
 from arpo.model.head import sampled_and_entropy, sampled_and_entropy_on_cpu
@@ -103,7 +104,7 @@ class Engine:
         self.state: Literal["ready", "asleep", "needs_weights"] = "ready" if load_weights else "needs_weights"
         self.kv_asleep = False
         self.random_state = RandomState.current()
-        prepare_for_vllm(shared=cfg.tensor_parallel > 1)
+        prepare_for_vllm(shared=cfg.tensor_parallel > 1, model_runner=cfg.model_runner)
         if Engine.num_live == 0:
             Engine.owns_process_group = not dist.is_initialized()
         started = time.monotonic()
@@ -170,11 +171,12 @@ class Engine:
         newest.logprobs_processor._update_sample_logprobs = lambda new: rows.extend(new.logprobs.tolist())
         self.running[request_id] = RunningRequest(spec, len(token_ids))
 
-    @staticmethod
-    def sampling_params(spec: SamplingSpec):
+    def sampling_params(self, spec: SamplingSpec):
         """Return the settings as vLLM's SamplingParams."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+        # 0 = only the sampled token's. The second runner would search the top K beside ours, which takes long.
+        num_logprobs = 0 if self.cfg.model_runner == "v2" else 1 + spec.num_top_logprobs
         return SamplingParams(
             max_tokens=spec.max_tokens,
             temperature=spec.temperature,
@@ -184,7 +186,7 @@ class Engine:
             include_stop_str_in_output=True,
             detokenize=bool(spec.stop),
             skip_special_tokens=False,  # some tokenizers declare the tags special
-            logprobs=1 + spec.num_top_logprobs,
+            logprobs=num_logprobs,
             output_kind=RequestOutputKind.DELTA,
         )
 
@@ -253,6 +255,9 @@ class Engine:
         On the CPU vLLM's noise stays. It is as fast, and the published results were drawn with it.
         """
         runner = worker.model_runner
+        if self.cfg.model_runner == "v2":
+            runner.sampler = SamplerWithEntropies(runner.sampler, self.gather_logprobs_of_v2)
+            return
         runner.sampler.gather_logprobs = functools.partial(self.gather_logprobs, runner)
         if self.device.type == "cuda":
             install_noise_hook(runner, compile_draw(runner.input_batch.vocab_size, self.device))
@@ -274,6 +279,11 @@ class Engine:
             values = sampled_and_entropy_on_cpu(scores, token_ids, num_top, self.temperature, rows)
         ids = token_ids.to(torch.int32).unsqueeze(-1).expand_as(values).contiguous()  # never read
         return LogprobsTensors(ids, values, torch.ones_like(token_ids))
+
+    def gather_logprobs_of_v2(self, logprobs: Tensor, token_ids: Tensor):
+        """Return `gather_logprobs` for the second runner, with as many top logprobs as any request in flight needs."""
+        num_top = max((request.spec.num_top_logprobs for request in self.running.values()), default=0)
+        return self.gather_logprobs(None, logprobs, 1 + num_top, token_ids)
 
     def rows_with_entropy(self, input_batch, num_rows: int) -> Tensor:
         """Return the rows of this step that may need an entropy: only the first tokens of a request do."""

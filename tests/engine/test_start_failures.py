@@ -198,3 +198,22 @@ def test_memory_pools_are_gone_before_their_allocators(monkeypatch):
     del pool, allocator
     release_pools()
     assert ended == ["pool", "allocator"]
+
+
+@pytest.mark.parametrize(
+    "options, on_gpu, message",
+    [({}, False, "model_runner=v2 on the CPU"), ({"tensor_parallel": 2}, True, "engine.tensor_parallel > 1")],
+)
+def test_the_second_runner_is_refused_where_its_sampler_cannot_be_used(options, on_gpu, message):
+    cfg = EngineConfig(model_runner="v2", **options)
+    with pytest.raises(UserError, match=message):
+        llm_arguments("m", cfg, max_model_len=256, seed=0, load_weights=False, on_gpu=on_gpu)
+
+
+def test_vllm_never_chooses_the_runner_by_itself(monkeypatch):
+    """Its default changed between 0.22 and 0.33, and our hooks are made for one of the two."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    prepare_for_vllm()
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0" and EngineConfig().model_runner == "v1"
+    prepare_for_vllm(model_runner="v2")
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"

@@ -21,12 +21,14 @@ pretend_h100()
 
 import torch
 import vllm
-from fake_gpu.fake_cuda import CUDA, fake_cuda, real_of
+from fake_gpu.fake_cuda import CUDA, FakeCuda, fake_cuda, real_of
 
 from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.engine.arguments import llm_arguments
 from arpo.engine.noise import draw, install_noise_hook, row_keys, token_offsets
+from arpo.engine.requests import SamplingSpec
+from arpo.engine.vllm_engine import RunningRequest
 
 V, N = 151936, 6  # Qwen's vocabulary; rows
 
@@ -134,6 +136,140 @@ def sampler(temperature: float, top_p: float | None = None) -> dict:
         "waits": waits,
         "without_flashinfer": native == "forward_native",
     }
+
+
+# --------------------------------------------------------------------------- the second runner and its sampler
+
+
+def config_v2() -> dict:
+    prepare_for_vllm(model_runner="v2")
+    try:
+        return config(model_runner="v2")
+    finally:
+        prepare_for_vllm()
+
+
+class PlainBuffer:
+    """In place of vLLM's pinned memory that the GPU can read: the same numbers on both sides."""
+
+    def __init__(self, size, dtype):
+        self.cpu = torch.zeros(size, dtype=dtype)
+        self.np = self.cpu.numpy()
+
+    def uva(self, n=None):
+        return FakeCuda(self.cpu[:n])
+
+
+class NoKernel:
+    """In place of a kernel that computes nothing we read (the ranks of the sampled tokens)."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: None
+
+
+def pretend_kernels() -> None:
+    """Do in torch what the Triton kernels of V2's sampler do. The noise is ours, of its seeds and positions."""
+    from vllm.v1.worker.gpu import buffer_utils
+    from vllm.v1.worker.gpu.sample import logprob, states
+    from vllm.v1.worker.gpu.sample import sampler as v2
+
+    def gumbel_sample(logits, mapping, temperature, seeds, pos, apply_temperature, **options):
+        assert not apply_temperature
+        drawn = draw(logits.float(), row_keys(seeds[mapping], pos), token_offsets(V, "cpu").to(CUDA))
+        return torch.where(temperature[mapping] == 0, logits.argmax(-1), drawn)
+
+    def temper(logits, mapping, temperature):
+        divisor = temperature[mapping]
+        logits.div_(torch.where(divisor == 0, torch.ones_like(divisor), divisor)[:, None])
+
+    buffer_utils.UvaBuffer = PlainBuffer
+    buffer_utils.is_uva_available = lambda: True
+    states.apply_temperature = temper
+    logprob.compute_token_logprobs = lambda logits, ids: logits.float().log_softmax(-1).gather(-1, ids.long())
+    logprob._ranks_kernel = NoKernel()
+    v2.gumbel_sample = gumbel_sample
+    v2.get_num_sampled_and_rejected = lambda num_sampled, *args: (num_sampled, torch.zeros_like(num_sampled))
+
+
+def v2_sampler(num_slots: int):
+    """The real sampler of the second runner, whatever this version's arguments are."""
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
+
+    sizes = {"max_num_reqs": num_slots, "max_model_len": 256, "max_num_batched_tokens": 64, "vocab_size": V}
+    states = RequestState(**sizes, num_speculative_steps=0, device=CUDA)
+    values = {"vllm_config": engine_config(model_runner="v2"), "max_num_reqs": num_slots, "vocab_size": V}
+    values |= {"device": CUDA, "req_states": states, "logprobs_mode": "raw_logprobs"}
+    return Sampler(**{name: values[name] for name in inspect.signature(Sampler).parameters.keys() & values.keys()})
+
+
+def sampler_v2(temperature: float, top_p: float = 1.0) -> dict:
+    """Sample with our hook around the second runner's real sampler; compare with our own arithmetic."""
+    pretend_kernels()
+    engine = object.__new__(Engine)
+    engine.cfg = EngineConfig(model_runner="v2")
+    engine.temperature, engine.device, engine.running = temperature, CUDA, {}
+    logits = (torch.randn(N, V, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
+    # Request i is in slot slots[i], and its last token is at the end of its part of the step's tokens.
+    slots = torch.tensor([3, 0, 5, 1, 6, 2])
+    positions = torch.arange(N) * 7 + 3
+    with fake_cuda() as stalls:
+        runner = SimpleNamespace(sampler=v2_sampler(N + 1))
+        engine.install_sampler_hooks(SimpleNamespace(model_runner=runner))
+        for row, slot in enumerate(slots.tolist()):
+            num_top = 3 if row == 2 else 0
+            spec = SamplingSpec(8, temperature, top_p, seed=100 + row, num_top_logprobs=num_top)
+            engine.running[f"{row}"] = RunningRequest(spec, 4)
+            arguments = {"req_idx": slot, "prompt_len": 4, "sampling_params": engine.sampling_params(spec)}
+            taken = inspect.signature(runner.sampler.add_request).parameters
+            runner.sampler.add_request(**{name: arguments[name] for name in taken})
+        runner.sampler.apply_staged_writes()
+        on_gpu = slots.to(CUDA)
+        batch = SimpleNamespace(
+            idx_mapping=on_gpu, expanded_idx_mapping=on_gpu, idx_mapping_np=slots.numpy(), num_reqs=N,
+            cu_num_logits=torch.arange(N + 1).to(CUDA), cu_num_logits_np=torch.arange(N + 1).numpy(),
+            expanded_local_pos=torch.zeros(N).int().to(CUDA), positions=positions.repeat_interleave(2).to(CUDA),
+            input_ids=torch.zeros(2 * N).int().to(CUDA), logits_indices=(2 * torch.arange(N) + 1).to(CUDA),
+            seq_lens=(positions + 1).to(CUDA), seq_lens_cpu_upper_bound=positions + 1,
+        )  # fmt: skip
+        stalls.clear()
+        out = runner.sampler(logits.to(CUDA), batch)
+        waits = dict(stalls.waits)
+        rows = torch.from_numpy(out.logprobs_tensors.to_cpu_nonblocking().tolists().logprobs)
+    tokens = real_of(out.sampled_token_ids)[:, 0].long()
+    tempered = (logits.float() / (temperature or 1)).log_softmax(-1)
+    logprobs = logits.float().log_softmax(-1)
+    if top_p < 1 or temperature == 0:
+        expected = tempered.argmax(-1)  # the nucleus is one token
+    else:
+        keys = row_keys(torch.arange(100, 100 + N), positions)
+        expected = draw(logits.float() / temperature, keys, token_offsets(V, "cpu"))
+    exact = [
+        tempered.gather(1, tokens[:, None])[:, 0] - rows[:, 0],
+        -(logprobs.exp() * logprobs).sum(-1) - rows[:, 1],
+        logprobs.topk(3).values - rows[:, 2:],
+    ]
+    return {
+        "same_tokens": torch.equal(tokens, expected),
+        "errors": [float(error.abs().max()) for error in exact],
+        "columns": rows.shape[1],
+        "waits": waits,
+    }
+
+
+def interface_v2() -> list[str]:
+    """Return what of the second runner our engine needs, and is not there as it needs it."""
+    from vllm.v1.worker.gpu import async_utils, model_runner
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+    texts = {
+        model_runner.GPUModelRunner: ("self.sampler(logits, input_batch)", "self.attn_groups", "def reload_weights("),
+        async_utils: ("sampler_output.logprobs_tensors.to_cpu_nonblocking()", "self.logprobs_tensors.tolists()"),
+    }
+    wrong = [f"no {t!r} in {o}" for o, found in texts.items() for t in found if t not in inspect.getsource(o)]
+    fields = SamplerOutput.__dataclass_fields__.keys()
+    wrong += [f"no {name} in SamplerOutput" for name in ("sampled_token_ids", "logprobs_tensors") if name not in fields]
+    return wrong + (["SamplerOutput is frozen"] if SamplerOutput.__dataclass_params__.frozen else [])
 
 
 # ------------------------------------------------------------------------------------- sleep, wake up, reload, close
@@ -332,6 +468,12 @@ SECTIONS = {
     "sampler_0.6": lambda: sampler(0.6),
     "sampler_0": lambda: sampler(0.0),
     "sampler_top_p": lambda: sampler(1.0, 1e-6),
+    "config_v2": config_v2,
+    "sampler_v2_1": lambda: sampler_v2(1.0),
+    "sampler_v2_0.6": lambda: sampler_v2(0.6),
+    "sampler_v2_0": lambda: sampler_v2(0.0),
+    "sampler_v2_top_p": lambda: sampler_v2(1.0, 1e-6),
+    "interface_v2": interface_v2,
     "cycle": cycle,
     "interface": interface,
     "failures": failures,

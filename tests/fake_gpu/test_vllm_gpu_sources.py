@@ -15,8 +15,8 @@ import pytest
 from fake_gpu.vllm_sources import sources
 
 ROOT = Path(__file__).parents[2]
-VERSIONS = ("0.22.1", "0.32.0")
-"""The oldest that pyproject.toml allows, and the newest, which is the CPU's too."""
+VERSIONS = ("0.22.1", "0.32.0", "0.33.0")
+"""The oldest that pyproject.toml allows, the CPU's, and the newest."""
 
 
 def test_the_versions_are_the_ends_of_the_range_that_pyproject_allows():
@@ -61,6 +61,26 @@ def test_both_hooks_work_in_the_real_sampler_without_a_wait_for_the_gpu(report, 
     assert isinstance(found, dict), found
     assert found["same_tokens"] and found["waits"] == {} and found["without_flashinfer"], found
     assert max(found["errors"]) < 1e-4  # of logprobs, entropies and top logprobs
+
+
+@pytest.mark.slow
+@pytest.mark.download
+@pytest.mark.parametrize("case", ["sampler_v2_1", "sampler_v2_0.6", "sampler_v2_0", "sampler_v2_top_p"])
+def test_the_hook_of_the_second_runner_gives_the_same_numbers_from_its_real_sampler(report, case):
+    """As vllm 33391 and 42259: the second runner's logprobs have been those of other rows, and of other logits."""
+    found = report[case]
+    assert isinstance(found, dict), found
+    assert found["same_tokens"] and found["waits"] == {}, found
+    assert found["columns"] == 2 + 3  # as many top logprobs as the request that wants most
+    assert max(found["errors"]) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.download
+def test_the_second_runner_takes_our_arguments_and_calls_the_sampler_as_the_hook_needs_it(report):
+    assert isinstance(report["config_v2"], dict), report["config_v2"]
+    assert report["config_v2"] == report["config"] | {"v2_runner": True}
+    assert report["interface_v2"] == []
 
 
 @pytest.mark.slow
