@@ -10,19 +10,24 @@ tests. It stops with one line if a fault's old text does not stand exactly once 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+import torch  # noqa: F401 (here once, instead of in the tests of each fault)
+import transformers  # noqa: F401
 from faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_S = 300
-"""A fault may make a test wait forever. The tests of a fault that take longer have caught it."""
+LIMIT_S = 900
+"""A fault may make a test wait forever. After this time it counts as hung, which is neither caught nor survived."""
 
 
 def stale() -> list[str]:
@@ -45,36 +50,49 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def fails(tests: Sequence[str], folder: Path) -> bool:
-    """Return True if one of the tests fails, or hangs."""
+def outcome_of(tests: Sequence[str], folder: Path, *, is_quiet: bool = True) -> str:
+    """Run the tests of the copy: "caught" if one of them fails, "survived" if none does, "hung" if they do not end."""
+    child = multiprocessing.get_context("fork").Process(target=run_tests, args=(tests, folder, is_quiet))
+    child.start()
+    child.join(LIMIT_S if is_quiet else None)
+    if child.exitcode is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        return "hung"
+    if child.exitcode not in (0, 1):
+        sys.exit(f"error: pytest ended with {child.exitcode} on {' '.join(tests)}; run it to see why")
+    return "caught" if child.exitcode else "survived"
+
+
+def run_tests(tests: Sequence[str], folder: Path, is_quiet: bool) -> None:
+    """Run the tests of the copy in this process, a fork that has torch but nothing of the repository yet."""
+    os.setpgid(0, 0)
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = f"{folder}:{folder}/tests"
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.dont_write_bytecode = True
+    sys.path[:0] = [str(folder), str(folder / "tests")]
+    os.dup2(os.open(os.devnull, os.O_WRONLY) if is_quiet else 2, 1)
     paths = [f"tests/{test}" if (folder / "tests" / test).is_dir() else f"tests/{test}.py" for test in tests]
-    options = ["-q", "-x", "-m", "not slow and not gpu", "-p", "no:cacheprovider", *paths]
-    env = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", *options]
-    try:
-        code = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, timeout=LIMIT_S).returncode
-    except subprocess.TimeoutExpired:
-        return True
-    if code not in (0, 1):
-        sys.exit(f"error: pytest {' '.join(paths)} ended with exit code {code}; see it in the repository")
-    return code == 1
+    options = ["-q", "-x", "-m", "not slow and not gpu", "-p", "no:cacheprovider"]
+    os._exit(pytest.main([*options, *paths]))
 
 
 def main(words: Sequence[str]) -> None:
     if problems := stale():
         sys.exit(f"error: {problems[0]}; repair scripts/faults.py")
     chosen = {key: faults for key, faults in FAULTS.items() if not words or any(word in key[0] for word in words)}
-    results: dict[str, list[str]] = {"caught": [], "survived": []}
+    results: dict[str, list[str]] = {"caught": [], "survived": [], "hung": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = copied(Path(temporary))
-        if fails(sorted({test for _, tests in chosen for test in tests.split()}), folder):
+        all_tests = sorted({test for _, tests in chosen for test in tests.split()})
+        if outcome_of(all_tests, folder, is_quiet=False) == "caught":
             sys.exit("error: the tests fail without any fault; repair them first")
         for (name, tests), faults in chosen.items():
             file = folder / f"arpo/{name}.py"
             text = file.read_text()
             for old, new in faults:
                 file.write_text(text.replace(old, new))
-                outcome = "caught" if fails(tests.split(), folder) else "survived"
+                outcome = outcome_of(tests.split(), folder)
                 results[outcome].append(f"arpo/{name}.py: {old} -> {new}")
                 print(f"{outcome}: {results[outcome][-1]}", file=sys.stderr, flush=True)
             file.write_text(text)

@@ -27,7 +27,7 @@ LONGEST_FIRST = ["test_kill_points.py", "test_end_to_end.py", "test_every_algori
                  "test_model.py", "test_engine.py"]  # fmt: skip
 """A worker takes the next file when it is done with one: a long one that came last would keep the others waiting."""
 
-ROOMS_APART = [Path(__file__).parent / room for room in ("extras", "jail")]
+ROOMS_APART = [Path(__file__).parent / room for room in ("benchmarks", "extras", "jail")]
 """A change elsewhere seldom breaks one of their tests: they are left to the slow tier."""
 
 SLOW_S = 1500.0

@@ -1,4 +1,3 @@
-import itertools
 import math
 import random
 
@@ -167,40 +166,6 @@ def test_aepo_takes_the_released_gate_where_it_is_told_to():
 )
 def test_the_forecast_says_how_many_roots_forks_and_decisions_a_prompt_has(branching, line):
     assert forecast(RolloutConfig(), branching) == f"branching: {line}"
-
-
-def play(arrival: list[tuple[int, int]], wants: dict, budget: int) -> dict:
-    """Let trajectories decide in the given order of (root, turn) arrivals; children decide right after they appear."""
-    ledger = BranchBudget(budget=budget, max_children=1, last_turn=2)
-    roots = sorted({root for root, _ in arrival})
-    for root in roots:
-        ledger.expect((root,), 1)
-
-    def settle() -> None:
-        for _ in range(10):
-            settled = ledger.settle()
-            for turn, _, children in settled:
-                for child in children:
-                    if turn < 2:
-                        ledger.decided(turn + 1, child, wants=wants.get((turn + 1, child), False))
-            if not settled:
-                return
-
-    for root, turn in arrival:
-        ledger.decided(turn, (root,), wants=wants[turn, (root,)])
-        settle()
-    assert ledger.is_settled
-    return ledger.granted
-
-
-def test_order_of_arrival_never_changes_who_gets_the_budget():
-    wants = {(t, (r,)): True for t in (1, 2) for r in range(3)} | {(2, (0, 0)): True, (2, (2, 0)): True}
-    arrivals = [(r, t) for r in range(3) for t in (1, 2)]
-    orders = [p for p in itertools.permutations(arrivals) if all(p.index((r, 1)) < p.index((r, 2)) for r in range(3))]
-    for budget in range(1, 8):
-        results = [play(list(order), wants, budget) for order in orders]
-        assert all(result == results[0] for result in results)
-        assert sum(results[0].values()) <= budget
 
 
 def test_first_round_claims_are_granted_without_waiting_when_the_budget_covers_everybody():

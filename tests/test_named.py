@@ -15,8 +15,9 @@ from helpers.sample_groups import group as sample_group
 from arpo import branching, losses, rollout_correction
 from arpo.advantages import FROM_REWARDS, TREE_CREDITS, assign_advantages, token_advantages
 from arpo.config.named import check_name, find, is_own, names_of
+from arpo.config.sections import ProtocolConfig
 from arpo.errors import UserError
-from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, is_retrospective
+from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig, is_retrospective
 from arpo.start.inputs import check_rl
 from arpo.start.load import load_config
 from train_rl import RLConfig
@@ -52,6 +53,18 @@ def test_an_unknown_name_is_refused_with_the_closest_one_and_the_list():
     assert str(caught.value) == f"loss.kind='cipso' is unknown; {hint}"
     with pytest.raises(ValueError, match=r"is unknown; use one of tis, mis, sequence_tis, .*, none, or FILE.py:NAME$"):
         check_name("loss.rollout_correction", "xyz", "rollout_correction", "ROLLOUT_CORRECTIONS", "none")
+
+
+OPTIONS = [(LossConfig, name) for name in ("kind", "kl_estimator", "aggregation", "rollout_correction")]
+OPTIONS += [(AdvantageConfig, "kind"), (AdvantageConfig, "tree"), (BranchingConfig, "selector")]
+OPTIONS += [(RolloutConfig, "context"), (ProtocolConfig, "format")]
+
+
+@pytest.mark.parametrize("section, option", OPTIONS)
+def test_every_option_that_takes_names_refuses_an_unknown_one(section, option):
+    for word in ("", "no such name"):
+        with pytest.raises(ValueError, match=rf"\.{option}='{word}' is unknown; .*use one of "):
+            section(**{option: word})
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])

@@ -19,6 +19,7 @@ from arpo.advantages import group_advantages
 from arpo.batch import Row
 from arpo.branching import BranchBudget, Evidence
 from arpo.data.hub import HubFile, parse
+from arpo.data.order import PromptOrder
 from arpo.protocol.schema import ToolSchema, argument_of, arguments_of, check_arguments
 from arpo.protocol.stop_watch import StopWatch
 from arpo.rewards.math_answer import math_equal
@@ -295,6 +296,35 @@ def test_a_state_comes_back_from_a_checkpoint(kind):
         assert from_plain(kind, json.loads(text)) == state
 
     comes_back()
+
+
+# ---- the order of the prompts
+
+
+@EXAMPLES
+@given(st.integers(1, 12), st.data(), st.integers(0, 3))
+def test_an_epoch_has_each_prompt_once_but_for_those_of_an_incomplete_step(num_prompts, data, seed):
+    per_step = data.draw(st.integers(1, num_prompts))
+    order = PromptOrder(num_prompts, per_step, seed, option="data.n")
+    for epoch in (1, 0):  # in any order: nothing depends on what was drawn before
+        steps = [order.indices(epoch * order.steps_per_epoch + step) for step in range(order.steps_per_epoch)]
+        taken = [index for step in steps for index in step]
+        assert len(taken) == len(set(taken)) == num_prompts // per_step * per_step
+        assert set(taken) <= set(range(num_prompts))
+
+
+@EXAMPLES
+@given(st.integers(1, 9), st.data(), st.integers(0, 40))
+def test_a_queue_holds_no_prompt_twice_and_goes_on_wherever_it_was_left(num_prompts, data, num_drawn):
+    per_step = data.draw(st.integers(1, num_prompts))
+    order = PromptOrder(num_prompts, per_step, 0, option="data.n")
+    queue = order.queue(num_drawn, data.draw(st.integers(1, 12)))
+    indices = [index for index, _ in queue]
+    behind = [after for _, after in queue]
+    assert len(indices) == len(set(indices))
+    assert behind == sorted(behind) and behind[0] > num_drawn
+    for index, after in queue:
+        assert order.queue(after - 1, 1) == [(index, after)]
 
 
 # ---- advantages

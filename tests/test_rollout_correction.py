@@ -93,10 +93,3 @@ def test_the_corrected_gradient_is_unbiased_where_no_bound_holds():
         gradients.append(torch.autograd.grad(total, logits)[0])
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().max() > 0.01 and math.isfinite(gradients[0].sum().item())
-
-
-def test_an_unknown_correction_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(
-        ValueError, match=r"loss\.rollout_correction='ti' .*did you mean 'tis'\? use one of tis, mis, .*, none"
-    ):
-        LossConfig(rollout_correction="ti")

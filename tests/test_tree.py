@@ -17,7 +17,7 @@ from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
 from arpo.selection import training_trajectories
 from arpo.trajectory import Context, Group, Prompt, StopReason, Trajectory
-from arpo.tree import collate_tree, cut, depth_first, plan, tree_microbatches
+from arpo.tree import collate_tree, plan, tree_microbatches
 from arpo.update import fill_advantages, fill_old_logprobs, fill_ref_logprobs, make_minibatches
 
 CPU = torch.device("cpu")
@@ -170,27 +170,6 @@ def test_a_group_over_the_budget_is_cut_where_it_shares_least():
     rows = [row("pp", r) for r in ("aaaabc", "aaaade", "bbbbcd", "bbbbef", "bbbbgh")]
     [bins] = plan(rows, 1, 13)
     assert sorted(map(sorted, bins)) == [[0, 1], [2, 3, 4]]
-
-
-def all_cuts(n: int):
-    for bits in range(2 ** (n - 1)):
-        ends = [i + 1 for i in range(n - 1) if bits >> i & 1] + [n]
-        yield list(zip([0, *ends], ends, strict=False))
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_no_other_cut_of_the_order_computes_less_again(seed):
-    rows = random_rows(seed, num_letters=4, max_contexts=0)[:8]
-    order, shared = depth_first([row.sequences[0][2] for row in rows])
-    lengths = [rows[i].num_tokens for i in order]
-    limit = max(lengths) + 15
-
-    def costs(pieces):
-        return [sum(lengths[a:b]) - sum(shared[a + 1 : b]) for a, b in pieces]
-
-    allowed = [costs(pieces) for pieces in all_cuts(len(rows)) if max(costs(pieces)) <= limit]
-    ours = costs(cut(lengths, shared, limit))
-    assert ours in allowed and sum(ours) == min(sum(c) for c in allowed)
 
 
 def test_a_lone_group_is_spread_over_the_ranks():

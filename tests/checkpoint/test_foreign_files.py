@@ -32,8 +32,6 @@ from arpo.sft.token_store import ConversationRows
 from arpo.start.memory import sizes_of
 from extras.export import export_checkpoint
 
-STEP = "step_000001"
-
 
 class Payload:
     """Unpickling it makes the folder `mark`."""

@@ -180,29 +180,10 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, caplog):
 # ---- order
 
 
-def test_an_epoch_visits_every_prompt_once():
-    order = PromptOrder(num_prompts=12, num_per_step=4, seed=3, option="data.n")
-    epoch = [i for step in range(order.steps_per_epoch) for i in order.indices(step)]
-    assert sorted(epoch) == list(range(12)) and epoch != list(range(12))
-
-
 def test_epochs_and_seeds_have_orders_of_their_own():
     order = PromptOrder(num_prompts=64, num_per_step=64, seed=3, option="data.n")
     assert len({tuple(order.indices(step)) for step in range(5)}) == 5
     assert order.indices(0) != PromptOrder(64, 64, seed=4, option="data.n").indices(0)
-
-
-def test_resuming_at_any_step_gives_the_same_prompts():
-    steps = [PromptOrder(10, 3, 0, option="data.n").indices(step) for step in range(9)]
-    assert all(PromptOrder(10, 3, 0, option="data.n").indices(step) == steps[step] for step in reversed(range(9)))
-
-
-def test_incomplete_last_step_of_an_epoch_is_left_out():
-    order = PromptOrder(num_prompts=5, num_per_step=2, seed=0, option="data.n")
-    assert order.steps_per_epoch == 2
-    for epoch in range(5):
-        taken = order.indices(2 * epoch) + order.indices(2 * epoch + 1)
-        assert len(set(taken)) == 4 and set(taken) < set(range(5))
 
 
 def test_draws_of_any_size_follow_the_same_order_and_never_hold_a_prompt_twice():

@@ -54,13 +54,6 @@ def test_what_a_run_records_stands_beside_the_released_cache_and_is_read_from_th
     assert ReleasedCache(released, read_only=True).get_any("recorded") == "kept"
 
 
-def test_imported_answers_serve_every_backend(released):
-    cache = ReleasedCache(released, read_only=False)
-    assert get(cache, 'search query: what is "5"?', backend="whatever") == "Page 1: 5\nPage 2: Straße «5» …"
-    put(cache, "search query: what is 5?", "my own", backend="local")
-    assert get(cache, "search query: what is 5?", backend="local") == "my own"
-
-
 def test_an_unchanged_released_cache_is_not_read_again(released):
     stat = released.stat()
     ReleasedCache(released, read_only=True).close()
@@ -167,21 +160,6 @@ def test_a_malformed_released_cache_is_refused(tmp_path, content, complaint):
 
 
 # ---- the command line
-
-
-def test_import_stats_and_export(released, tmp_path, capsys):
-    file, copy = str(tmp_path / "cache.sqlite"), tmp_path / "copy.json"
-    main(["import", file, str(released)])
-    main(["import", file, str(released)])
-    assert capsys.readouterr().out.splitlines() == [
-        f"1000 new entries from {released}",
-        f"0 new entries from {released}",
-    ]
-    main(["stats", file])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == ["entries     1000", "  import    1000", "no results  1"]
-    main(["export", file, str(copy)])
-    assert copy.read_bytes() == released.read_bytes()
 
 
 def test_the_caches_of_two_nodes_can_be_merged(tmp_path):

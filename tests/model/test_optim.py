@@ -20,27 +20,23 @@ def factors(num_updates: int, **options) -> list[float]:
     return [round(lr_factor(u, num_updates, OptimConfig(**options)), 4) for u in range(num_updates)]
 
 
-def test_constant_is_the_peak_from_the_first_step():
-    assert factors(4) == [1.0] * 4
+COSINE = [round(0.5 * (1 + math.cos(math.pi * k / 8)), 4) for k in range(8)]
 
 
-def test_warm_up_rises_linearly_and_reaches_the_peak_in_its_last_step():
-    assert factors(10, warmup_ratio=0.4) == [0.25, 0.5, 0.75, 1.0] + [1.0] * 6
-
-
-def test_linear_falls_over_the_decay_share_only():
-    assert factors(10, schedule="linear", decay_ratio=0.4) == [1.0] * 7 + [0.75, 0.5, 0.25]
-    assert factors(4, schedule="linear") == [1.0, 0.75, 0.5, 0.25]
-
-
-def test_linear_decay_never_reaches_into_the_warm_up():
-    assert factors(4, schedule="linear", warmup_ratio=0.5, decay_ratio=1.0) == [0.5, 1.0, 1.0, 0.5]
-
-
-def test_cosine_is_half_way_down_in_the_middle():
-    expected = [0.5 * (1 + math.cos(math.pi * k / 8)) for k in range(8)]
-    assert factors(10, schedule="cosine", warmup_ratio=0.2) == [0.5, 1.0] + [round(f, 4) for f in expected]
-    assert factors(10, schedule="cosine", warmup_ratio=0.2)[6] == 0.5
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, [1.0] * 4),
+        ({"warmup_ratio": 0.4}, [0.25, 0.5, 0.75, 1.0] + [1.0] * 6),
+        ({"schedule": "linear"}, [1.0, 0.75, 0.5, 0.25]),
+        ({"schedule": "linear", "decay_ratio": 0.4}, [1.0] * 7 + [0.75, 0.5, 0.25]),
+        ({"schedule": "linear", "warmup_ratio": 0.5, "decay_ratio": 1.0}, [0.5, 1.0, 1.0, 0.5]),
+        ({"schedule": "cosine", "warmup_ratio": 0.2}, [0.5, 1.0, *COSINE]),  # half way down in the middle
+        *(({"schedule": name, "warmup_ratio": 0.1}, [1.0]) for name in ("constant", "linear", "cosine")),
+    ],
+)
+def test_the_rate_rises_over_the_warm_up_and_falls_over_the_decay_share(options, expected):
+    assert factors(len(expected), **options) == expected
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -48,11 +44,6 @@ def test_decay_ends_at_the_minimum_and_stays_there(schedule):
     cfg = OptimConfig(schedule=schedule, min_lr_ratio=0.1)
     assert lr_factor(100, 100, cfg) == lr_factor(105, 100, cfg) == pytest.approx(0.1)
     assert 0.1 < lr_factor(99, 100, cfg) < 0.12
-
-
-def test_one_single_update_runs_at_the_peak():
-    for schedule in ("constant", "linear", "cosine"):
-        assert factors(1, schedule=schedule, warmup_ratio=0.1) == [1.0]
 
 
 def test_the_rate_is_set_for_all_groups():

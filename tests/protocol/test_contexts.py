@@ -10,7 +10,7 @@ from helpers.scripted_rollout import ANSWER, CALL, CODEC, SHORT, TOKENIZER, play
 from arpo.batch import row_of
 from arpo.errors import UserError
 from arpo.log.dumps import dump_line, read_dump
-from arpo.options import BranchingConfig, RolloutConfig
+from arpo.options import BranchingConfig
 from arpo.protocol import HermesCodec, TagsCodec
 from arpo.protocol.contexts import NOTES, REQUEST
 from arpo.protocol.hermes import HermesRules
@@ -257,13 +257,6 @@ def test_dumps_and_checkpoints_hold_contexts(tmp_path):
     (tmp_path / "step.jsonl").write_bytes(dump_line(group, trajectory, {}))
     [(_, read, _)] = read_dump(tmp_path / "step.jsonl")
     assert read.contexts == trajectory.contexts and read.turns == trajectory.turns
-
-
-def test_an_unknown_policy_is_named():
-    with pytest.raises(ValueError, match=r"rollout\.context='sumary' is unknown; did you mean 'summary'\?"):
-        RolloutConfig(context="sumary")
-    with pytest.raises(UserError, match=r"rollout\.context=no\.py:f: there is no such file"):
-        RolloutConfig(context="no.py:f")
 
 
 def test_a_prompt_without_a_system_message_is_asked_again_with_the_tools_that_it_offers():

@@ -22,26 +22,20 @@ def test_stop_strings_are_the_closing_tags_of_the_loaded_tools(codec):
     assert codec.stop_strings(("python", "search")) == ("</python>", "</search>")
 
 
-def test_a_call_is_what_stands_between_its_own_tags():
-    assert parse_call("<think>x</think><python>\nprint(1)\n</python>", "python").argument == "print(1)"
-
-
-def test_the_last_opening_tag_counts_when_a_thought_mentions_the_tag():
-    assert parse_call("<think>I use <search> now</think><search>Paris</search>", "search").argument == "Paris"
-
-
-def test_a_closing_tag_without_opening_tag_is_an_error_the_model_reads():
-    call = parse_call("<think>x</think>2+2</python>", "python")
-    assert call.error_kind == "unopened_tag" and "<python>" in call.error
-
-
-def test_an_empty_call_is_an_error_the_model_reads():
-    call = parse_call("<search>  </search>", "search")
-    assert call.error_kind == "empty_call" and "empty" in call.error
-
-
-def test_result_is_rendered_with_one_leading_space():
-    assert render_result("4") == " <result>\n4\n</result>"
+@pytest.mark.parametrize(
+    "turn, tag, argument, error",
+    [
+        ("<think>x</think><python>\nprint(1)\n</python>", "python", "print(1)", ""),
+        ("<think>I use <search> now</think><search>Paris</search>", "search", "Paris", ""),
+        ("<think>x</think>2+2</python>", "python", "", "Error: </python> has no <python> before it"),
+        ("<search>a</search> b</search>", "search", "", "Error: </search> has no <search> before it"),
+        ("<search>  </search>", "search", "", "Error: the <search> call is empty"),
+    ],
+)
+def test_a_call_is_what_stands_between_the_last_opening_tag_and_its_closing_one(turn, tag, argument, error):
+    call = parse_call(turn, tag)
+    assert (call.tag, call.argument) == (tag, argument)
+    assert call.error.startswith(error) and bool(call.error) == bool(error)
 
 
 def test_our_tags_inside_a_result_are_escaped_and_others_are_not():
@@ -62,10 +56,6 @@ def test_a_long_result_is_cut_to_its_budget_with_a_visible_mark(codec, budget):
     assert len(ids) <= budget
     assert text.endswith(TRUNCATION_MARK) and "�" not in text
     assert codec.decode(ids) == render_result(text)
-
-
-def test_a_result_that_fits_is_left_alone(codec):
-    assert codec.encode_result("42", 1000)[0] == "42"
 
 
 def test_a_short_result_fits_where_a_cut_one_would_not(codec):

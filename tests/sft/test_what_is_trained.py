@@ -45,7 +45,6 @@ def trained_in(row: dict, form: str = "tags", cfg: SFTDataConfig = SFT) -> list[
 
 
 END = "<|im_end|>"
-TWICE = [("human", "Q?"), ("gpt", "BAD"), ("human", "Again"), ("gpt", "GOOD")]
 
 
 def weighted(**weights: object) -> dict:

@@ -20,7 +20,6 @@ from train_sft import SFTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTION = {"prompt": "1 + 1?", "answer": "2"}
-SQL = f"{ROOT}/extras/tools/sql.py:SqlTool"
 TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 HUB = ["--model.path", "Qwen/Qwen2.5-7B-Instruct"]  # the Hub is asked last
 

@@ -159,35 +159,10 @@ def test_what_only_looks_like_a_secret_may_stand_in_a_file():
     env = {"TOKENIZERS_PARALLELISM": "false", "LEVEL": "2", "RATE": "0.5", "API_KEY": "", "PLACE": "$HOME/data"}
     assert dict(parse_server(json.dumps({"command": "a", "env": env}), "x").env) == env
     args = [
-        "-y",
-        "@scope/server",
-        "-p",
-        "8080:80",
-        "-p",
-        "8000",
-        "-u",
-        "me",
-        "--user",
-        "me",
-        "--port",
-        "1",
-        "--spin",
-        "a",
-        "https://h.example/mcp?limit=10",
-        "https://h/a-long-name-of-a-page",
-        "0123abcd-0123-4567-89ab-0123456789ab",
-        "--max-tokens",
-        "10",
-        "--key-file",
-        "a",
-        "--api-key",
-        "/run/key",
-        "--token",
-        "--quiet",
-        "token",
-        "b",
-        "--key",
-    ]
+        "-y", "@scope/server", "-p", "8080:80", "-p", "8000", "-u", "me", "--user", "me", "--port", "1", "--spin", "a",
+        "https://h.example/mcp?limit=10", "https://h/a-long-name-of-a-page", "0123abcd-0123-4567-89ab-0123456789ab",
+        "--max-tokens", "10", "--key-file", "a", "--api-key", "/run/key", "--token", "--quiet", "token", "b", "--key",
+    ]  # fmt: skip
     assert list(parse_server(json.dumps({"command": "a", "args": args}), "x").args) == args
     runner = {"command": "npx", "args": ["-p", "server-files", "server"]}
     assert parse_server(json.dumps(runner), "x").args == ("-p", "server-files", "server")

@@ -18,8 +18,6 @@ from arpo.tools.cache import sqlite_files
 from arpo.tools.cache.rows import NO_RESULTS, cache_key, clean_query
 from arpo.tools.cache.store import CacheFile
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 @pytest.fixture
 def path(tmp_path) -> Path:

@@ -317,20 +317,10 @@ def test_no_address_of_a_reserved_block_is_public(block):
         assert [address for address in wrapped if is_public(address)] == []
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "1.1.1.1",
-        "9.255.255.255",
-        "11.0.0.0",
-        "172.32.0.0",
-        "192.0.1.0",
-        "223.255.255.255",
-        "2001:200::1",
-        "3ffe::1",
-        "2620:4f:8001::",
-    ],
-)
+NEIGHBOURS = "1.1.1.1 9.255.255.255 11.0.0.0 172.32.0.0 192.0.1.0 223.255.255.255 2001:200::1 3ffe::1 2620:4f:8001::"
+
+
+@pytest.mark.parametrize("address", NEIGHBOURS.split())
 def test_the_neighbours_of_reserved_blocks_are_public(address):
     assert is_public(address)
 

@@ -288,7 +288,7 @@ def test_the_index_is_built_once_and_again_when_the_corpus_changes(corpus):
     assert first.search("otter", 5) == ["height of Silver Otter is 482"]  # a running search keeps what it opened
 
 
-@pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 0.99])
+@pytest.mark.parametrize("place", [0.0, 0.6])
 def test_one_flipped_bit_anywhere_in_an_index_is_noticed_and_the_folder_named(tmp_path, place):
     corpus = write_corpus(tmp_path / "corpus.jsonl", [{"text": f"otter word{i}"} for i in range(300)])
     for number in range(len(parts_of(Bm25Index(corpus).path))):
