@@ -306,6 +306,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_report"))
     parser.add_argument("--limit-s", type=float, help="time limit of each section instead of its own")
     parser.add_argument("--total-min", type=float, default=45.0, help="time limit of all sections together")
+    parser.add_argument("--resume", action="store_true", help="leave out what has passed in the report that is there")
     parser.add_argument("--list", action="store_true", help="only list the sections, with the seconds they should take")
     args = parser.parse_args()
     chosen = [s for s in sections(args.device) if not args.only or any(part in s.name for part in args.only)]
@@ -319,12 +320,15 @@ def main() -> None:
     if not chosen:
         print(f"error: no section's name contains {' or '.join(args.only)}; see --list", file=sys.stderr)
         sys.exit(2)
+    if args.resume:
+        passed = {outcome.name for outcome in read_outcomes(args.out) if outcome.status == "passed"}
+        chosen = [section for section in chosen if section.name not in passed]
     sys.exit(make_report(chosen, about, args))
 
 
 def make_report(chosen: list[Section], about: dict[str, str], args: argparse.Namespace) -> bool:
     """Run the sections and write the report after each; return whether one failed."""
-    outcomes = {outcome.name: outcome for outcome in (read_outcomes(args.out) if args.only else [])}
+    outcomes = {outcome.name: outcome for outcome in (read_outcomes(args.out) if args.only or args.resume else [])}
     deadline = time.monotonic() + 60 * args.total_min
     running = args.out / RUNNING
     # test file -> outcomes of the tests that passed or were skipped when run together

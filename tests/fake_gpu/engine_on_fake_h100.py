@@ -142,7 +142,10 @@ def sampler(temperature: float, top_p: float | None = None) -> dict:
 
 
 def config_v2() -> dict:
+    import vllm.config.vllm as checked_there
+
     prepare_for_vllm(model_runner="v2")
+    checked_there.HAS_TRITON = True  # as on every GPU host; here it is not installed
     try:
         return config(model_runner="v2")
     finally:
@@ -155,9 +158,20 @@ class PlainBuffer:
     def __init__(self, size, dtype):
         self.cpu = torch.zeros(size, dtype=dtype)
         self.np = self.cpu.numpy()
+        self.uva = Uva(self.cpu)
 
-    def uva(self, n=None):
-        return FakeCuda(self.cpu[:n])
+
+class Uva:
+    """The GPU's view of such memory: buffer.uva[:n] in vLLM 0.22, buffer.uva(n) in 0.33."""
+
+    def __init__(self, cpu):
+        self.cpu = cpu
+
+    def __getitem__(self, rows):
+        return FakeCuda(self.cpu[rows])
+
+    def __call__(self, n=None):
+        return self[:n]
 
 
 class NoKernel:
