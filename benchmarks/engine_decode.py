@@ -3,9 +3,10 @@
     python benchmarks/engine_decode.py [--quick]            (0.6B parameters with random weights; --quick: 13M)
 
 usual = CUDA graphs, asynchronous scheduling, noise of all rows in one kernel; eager = without graphs; synchronous =
-without asynchronous scheduling; noise_loop = vLLM's noise, one request at a time; fp8 = quantised. Each variant runs in
-a separate process. The CPU has neither graphs nor asynchronous scheduling. There only the noise is compared: vLLM's
-(usual) against ours (noise_hook). Last line: JSON with tokens per second, and the ratios usual / variant.
+without asynchronous scheduling; noise_loop = vLLM's noise, one request at a time; fp8 = quantised; v2 = vLLM's second
+model runner. Each variant runs in a separate process. The CPU has neither graphs nor asynchronous scheduling. There
+only the noise is compared: vLLM's (usual) against ours (noise_hook). Last line: JSON with tokens per second, and the
+ratios usual / variant.
 """
 
 import argparse
@@ -29,6 +30,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "synchronous": {"async_scheduling": "never"},
     "noise_loop": {},
     "fp8": {"quantization": "fp8"},
+    "v2": {"model_runner": "v2"},
 }
 
 
@@ -41,8 +43,8 @@ def tokens_per_second(variant: str, *, quick: bool) -> float:
         engine = Engine(folder, cfg, max_model_len=1024, seed=0, load_weights=False)
         engine.state = "ready"  # random weights are as fast as others
         runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
-        sampler = runner.sampler.topk_topp_sampler
         if variant == "noise_loop":
+            sampler = runner.sampler.topk_topp_sampler
             sampler.forward = sampler.forward_native
         elif variant == "noise_hook":
             install_noise_hook(runner)

@@ -102,6 +102,23 @@ def test_vllm_samples_the_same_however_prompts_are_cut_into_chunks(start):
     assert same >= len(whole) // 2, (same, len(whole))  # float noise may turn a token
 
 
+@needs_gpu
+def test_vllm_with_its_second_runner_has_the_models_logprobs_also_after_sleep(start, tiny_model_dir):
+    from transformers import AutoModelForCausalLM
+
+    engine = start(model_runner="v2")
+    for cycle in range(2):
+        done = sample(engine, temperature=0.0)
+        expected = hf_logprobs(tiny_model_dir, getattr(torch, CFG.dtype), done)
+        assert (first_logprobs(done) - expected).abs().max() < 0.2, cycle
+        once, again = sample(engine), sample(engine)
+        assert sum(once[request_id][0] == again[request_id][0] for request_id in once) >= len(once) // 2
+        engine.sleep()
+        engine.wake_up()
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
+        engine.sync_weights((name, p.cuda()) for name, p in model.named_parameters())
+
+
 def test_vllm_gives_a_second_engine_the_memory_of_a_closed_one(start):
     first = sample(start(), temperature=0.0)
     used = torch.cuda.mem_get_info()[0] if ON_GPU else 0

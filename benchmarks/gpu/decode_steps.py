@@ -81,12 +81,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rows, a short context, few steps")
     parser.add_argument("--shape", choices=SHAPES, default="7b" if ON_GPU else "tiny")
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 64, 16, 1], help="numbers of rows")
+    parser.add_argument("--model-runner", choices=("v1", "v2"), default="v1", help="engine.model_runner")
     args = parser.parse_args()
     all_rows, context, num_steps = ([16, 1], 64, 8) if args.quick else (sorted(args.rows, reverse=True), 1500, 50)
-    shape, result = SHAPES[args.shape], {"name": "decode_steps", "shape": args.shape}
+    shape, result = SHAPES[args.shape], {"name": "decode_steps", "shape": args.shape, "runner": args.model_runner}
     with tempfile.TemporaryDirectory() as folder:
         write_config(folder, shape)
-        cfg = EngineConfig(gpu_memory_utilization=0.9, kv_cache_gib=0.2, max_num_seqs=max(all_rows))
+        cfg = EngineConfig(
+            gpu_memory_utilization=0.9, kv_cache_gib=0.2, max_num_seqs=max(all_rows), model_runner=args.model_runner
+        )
         engine = Engine(folder, cfg, max_model_len=4096, seed=0, load_weights=False)
         engine.state = "ready"  # random weights are as fast as others
     for num_rows in all_rows:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,7 @@ def __getattr__(name):
 @dataclass(frozen=True)
 class Call:
     minutes: float
-    """Time limit of its sections together; the command may take another half minute."""
+    """Time limit of unpacking and of all its sections; the command may take another half minute."""
     only: tuple[str, ...]
     """Parts of the names of its sections."""
     with_vllm: bool = True
@@ -75,11 +76,11 @@ SECOND = ("vllm_samples_from", "vllm_has_the", "run/train_rl_small", "decode_ste
 CALLS = {
     "1-short": Call(5.0, FIRST, with_vllm=False),
     "2-short": Call(5.5, SECOND),
-    "1": Call(8.0, (*FIRST, "optimizer_step", "mfu_0.6b_16k", "head_memory"), with_vllm=False),
-    "2": Call(9.0, (*SECOND, "engine_decode_usual", "decode_steps_7b")),
-    "3": Call(8.0, ("speed/colocated", "run/train_rl_0.5b", "fifty_cycles", "update_mfu_0.5b")),
+    "1": Call(8.0, (*FIRST, "update_mfu_0.5b", "optimizer_step", "mfu_0.6b_16k", "head_memory"), with_vllm=False),
+    "2": Call(9.5, (*SECOND, "engine_decode_usual", "decode_steps_7b")),
+    "3": Call(8.5, ("speed/colocated", "run/train_rl_0.5b", "fifty_cycles", "decode_steps_v2")),
     "4": Call(8.0, ("correctness/vllm", "weight_sync", "rollout_streaming")),
-    "5": Call(5.0, ("engine_decode_fp8", "engine_decode_eager", "engine_decode_synchronous")),
+    "5": Call(5.0, ("engine_decode_v2", "engine_decode_fp8", "engine_decode_eager", "engine_decode_synchronous")),
 }
 PLANS = {15: ("1-short", "2-short"), 30: ("1", "2", "3"), 45: ("1", "2", "3", "4", "5")}
 """Minutes on the host -> calls, the most valuable first. The rest is the host's start and the transfers."""
@@ -172,20 +173,18 @@ def unpack(tree: Path, keep: Path) -> Path:
 
 def run_call(call: Call, out: Path, keep: Path, extra: list[str]) -> int:
     """Run the sections of a call. Return the kit's exit code, or 124 if the call was cut off."""
+    started = time.monotonic()
     site = unpack(ROOT, keep)
+    unpack_s = time.monotonic() - started
     report = out / "report"
     if (keep / "report").exists():
         shutil.copytree(keep / "report", report, dirs_exist_ok=True)
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    if call.with_vllm:
-        # Its kernels load, or we see in the first seconds why not; then the trainer's sections are worth the time.
-        loads = "import torch, vllm, vllm._C; print('vLLM', vllm.__version__, 'with torch', torch.__version__)"
-        subprocess.run([sys.executable, "-c", loads], env=environment)
     kit = [sys.executable, str(ROOT / "benchmarks" / "gpu_report.py"), "--out", str(report), "--resume"]
-    kit += ["--total-min", str(call.minutes), "--only", *call.only, *extra]
+    kit += ["--total-min", str(call.minutes - unpack_s / 60), "--only", *call.only, *extra]
     try:
-        return subprocess.run(kit, cwd=ROOT, env=environment, timeout=60 * call.minutes + 30).returncode
+        return subprocess.run(kit, cwd=ROOT, env=environment, timeout=60 * call.minutes + 30 - unpack_s).returncode
     except subprocess.TimeoutExpired:
         return 124
     finally:

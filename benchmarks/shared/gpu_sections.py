@@ -30,7 +30,8 @@ class Section:
 
 EXPECTED_S = {
     "fifty_cycles": 90, "vllm_samples_from": 45, "correctness/vllm": 40, "correctness/": 5,
-    "run/train_rl_small": 120, "run/": 180, "decode_steps_0.5b": 75, "decode_steps": 150, "colocated": 150,
+    "run/train_rl_small": 120, "run/": 180, "colocated": 150,
+    "decode_steps_0.5b": 75, "decode_steps_v2": 75, "decode_steps": 150,
     "engine_decode": 75, "update_mfu_7b": 75, "update_mfu": 45, "attention_backends": 40, "optimizer_step": 25,
     "tree_training": 60, "head_memory": 40, "weight_sync": 60, "rollout_streaming": 90, "ranks/": 300,
 }  # fmt: skip
@@ -74,7 +75,7 @@ def speed_sections(device: str) -> list[Section]:
 
     on_gpu = device == "cuda"
     shapes = ("0.5b", "1.5b", "7b") if on_gpu else ("tiny",)
-    variants = ("usual", "eager", "synchronous", "noise_loop", "fp8") if on_gpu else ("usual", "noise_hook")
+    variants = ("usual", "eager", "synchronous", "noise_loop", "fp8", "v2") if on_gpu else ("usual", "noise_hook")
     return [
         *(benchmark("update_mfu", "--shape", shape, name=f"update_mfu_{shape}") for shape in shapes),
         *(benchmark(name) for name in ("attention_backends", "optimizer_step", "tree_training", "head_memory")),
@@ -88,12 +89,14 @@ def speed_sections(device: str) -> list[Section]:
         benchmark("gpu/decode_steps", name=f"decode_steps_{shapes[-1]}", needs=("vllm",)),
         # a small model with many rows, where the host decides
         *([benchmark("gpu/decode_steps", *MANY_ROWS, name="decode_steps_0.5b", needs=("vllm",))] if on_gpu else []),
+        *([benchmark("gpu/decode_steps", *SECOND_RUNNER, name="decode_steps_v2", needs=("vllm",))] if on_gpu else []),
         # a 7B's training state needs eight GPUs: here it is the 0.5B's, beside a ballast
         benchmark("gpu/colocated", "--trained", shapes[0], name=f"colocated_{shapes[-1]}", needs=("vllm",)),
     ]
 
 
 MANY_ROWS = ("--shape", "0.5b", "--rows", "1024", "512", "256")
+SECOND_RUNNER = (*MANY_ROWS, "--model-runner", "v2")
 PUBLISHED = ("--row-tokens", "16384", "--shape")
 OF_TRAIN_RL = ("vllm", "tyro", "tantivy", "math_verify", "pyarrow")
 

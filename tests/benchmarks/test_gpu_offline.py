@@ -18,8 +18,8 @@ SPEC = importlib.util.spec_from_file_location("gpu_report_offline", ROOT / "benc
 gpu_report = sys.modules["gpu_report_offline"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(gpu_report)
 
-START_MIN, TRANSFER_MIN = 1.5, 0.8
-"""Minutes of a host's start, and of each call's transfers there and back."""
+START_MIN, TRANSFER_MIN, UNPACK_S = 1.5, 0.8, 30
+"""Of a host's start, of each call's transfers there and back, and of unpacking vLLM (estimates)."""
 
 
 def sections_of(call: offline.Call) -> list:
@@ -34,7 +34,8 @@ def test_the_sections_of_a_call_exist_and_fit_its_minutes(name):
     assert call.minutes <= 9.5, "a command may take ten minutes"
     for part in call.only:
         assert any(part in section.name for section in sections("cuda")), part
-    assert 60 < sum(section.expected_s for section in sections_of(call)) <= 60 * call.minutes
+    unpack_s = UNPACK_S * (name in ("2", "2-short"))
+    assert 60 < sum(section.expected_s for section in sections_of(call)) + unpack_s <= 60 * call.minutes
 
 
 @pytest.mark.parametrize("minutes", offline.PLANS)
@@ -45,10 +46,10 @@ def test_the_calls_of_a_plan_fit_its_minutes_and_the_first_needs_no_vllm(minutes
     assert not any("vllm" in section.needs for section in sections_of(calls[0]))
 
 
-def test_the_longest_plan_runs_every_section_for_one_gpu_but_two():
+def test_the_longest_plan_runs_every_section_for_one_gpu_but_vllms_slow_noise():
     ran = {section.name for name in offline.PLANS[45] for section in sections_of(offline.CALLS[name])}
     left = {section.name for section in sections("cuda") if section.num_gpus == 1} - ran
-    assert left == {"speed/engine_decode_noise_loop", "speed/update_mfu_1.5b"} - ran
+    assert left == {"speed/engine_decode_noise_loop"}
 
 
 def test_the_docs_have_the_calls_with_their_minutes():
