@@ -3,7 +3,6 @@ import torch
 from helpers.losses import loss_of
 
 from arpo.advantages import TREE_CREDITS, CriticEvidence, GroupEvidence, assign_advantages, gae, grpo
-from arpo.errors import UserError
 from arpo.options import AdvantageConfig
 from arpo.selection import groups_to_train_on, is_dead, training_trajectories
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
@@ -289,7 +288,7 @@ def test_nothing_is_trained_on_if_no_group_has_a_spread_or_but_one_reward():
     assert groups_to_train_on(groups, 2, AdvantageConfig(keep_variance=0.9)) == []
     groups[0].trajectories[0].stop_reason = StopReason.ERROR
     assert groups_to_train_on(groups, 2, AdvantageConfig(keep_variance=0.9)) == []
-    with pytest.raises(UserError, match="keep_variance=0 would train on nothing"):
+    with pytest.raises(ValueError, match="keep_variance=0 would train on nothing"):
         AdvantageConfig(keep_variance=0.0)
 
 
