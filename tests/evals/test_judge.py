@@ -51,59 +51,30 @@ def impatient(judge: Judge, deadline_s: float) -> Judge:
 # -- verdicts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Correct",
-        "correct.",
-        "**Correct**",
-        "Both name the same city.\n<judgment>Correct</judgment>",
-        "<JUDGEMENT> correct </JUDGEMENT>",
-        "<think>Incorrect? No.</think><judgment>Correct</judgment>",
+VERDICTS = {
+    "correct": [
+        "Correct", "correct.", "**Correct**", "Both name the same city.\n<judgment>Correct</judgment>",
+        "<JUDGEMENT> correct </JUDGEMENT>", "<think>Incorrect? No.</think><judgment>Correct</judgment>",
         "The old record was wrong. <judgment>Correct</judgment>",
     ],
-)
-def test_a_plain_correct_is_correct(text):
-    assert parse_verdict(text).status == "correct"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Incorrect",
-        "<judgment>Incorrect</judgment>",
-        "<judgment>Partially correct</judgment>",
-        "<judgment>Correct, but the year is missing</judgment>",
-        "<judgment>isn\u2019t correct</judgment>",
-        "So it is correct? <judgment>wrong</judgment>",
-        "<think>Correct</think>Incorrect",
+    "incorrect": [
+        "Incorrect", "<judgment>Incorrect</judgment>", "<judgment>Partially correct</judgment>",
+        "<judgment>Correct, but the year is missing</judgment>", "<judgment>isn\u2019t correct</judgment>",
+        "So it is correct? <judgment>wrong</judgment>", "<think>Correct</think>Incorrect",
     ],
-)
-def test_anything_less_than_correct_is_not(text):
-    assert parse_verdict(text).status == "incorrect"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "maybe",
-        "I cannot tell.",
-        "The correct answer is Paris.",
-        "Correct, if the reference means the city",
+    "unparsable": [
+        "", "maybe", "I cannot tell.", "The correct answer is Paris.", "Correct, if the reference means the city",
         "<think>It says Paris, so Correct",  # cut before the thoughts ended
-        "<judgment>Correct</judgment><judgment>Incorrect</judgment>",
-        "Correct. Or rather: incorrect.",
-        "The prediction is correct.",
-        "Partially correct",
-        '{"judgment": "Correct"}',
-        "<judgment></judgment>",
-        "The prediction is not incorrect.",
-        "正确",
+        "<judgment>Correct</judgment><judgment>Incorrect</judgment>", "Correct. Or rather: incorrect.",
+        "The prediction is correct.", "Partially correct", '{"judgment": "Correct"}', "<judgment></judgment>",
+        "The prediction is not incorrect.", "正确",
     ],
-)
-def test_an_unclear_reply_is_no_verdict(text):
-    assert parse_verdict(text).status == "unparsable"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "text"), [(status, text) for status in VERDICTS for text in VERDICTS[status]])
+def test_only_a_plain_correct_is_correct_and_an_unclear_reply_is_no_verdict(status, text):
+    assert parse_verdict(text).status == status
 
 
 def test_a_prediction_cannot_write_the_judges_tags():

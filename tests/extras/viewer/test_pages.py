@@ -338,6 +338,17 @@ def with_value(*path: str | int, value: object, line: str) -> str:
     return json.dumps(row)
 
 
+WRONG_VALUES = [
+    (["messages"], None), (["messages"], {}), (["messages"], [None]), (["answers"], None), (["answers"], 4),
+    (["answers"], [4]), (["question"], ["parts"]), (["prompt_id"], ["a"]), (["trajectory_id"], 0), (["parent_id"], 1),
+    (["fork_at"], 1 << 40), (["reward_parts"], {"accuracy": "1"}), (["advantage"], {}),
+    (["turns", 0, "entropy"], "high"), (["turns", 0, "tool_calls", 0, "seconds"], "1"),
+    (["turns", 0, "tool_calls", 0, "argument"], None), (["turns", 0, "tool_calls", 0, "ok"], 1),
+    (["turns", 0, "decision"], {"entropy": 1}), (["turns", 0, "end"], -1), (["turns", 0, "start"], True),
+    (["segments", 0], ["text"]), (["stop_reason"], 3), (["token_chars"], [0.5]), (["contexts"], [4]),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -350,32 +361,7 @@ def with_value(*path: str | int, value: object, line: str) -> str:
         lambda line: line.replace('"reward": 1.0', '"reward": "good"'),
         *(
             lambda line, path=path, value=value: with_value(*path, value=value, line=line)
-            for path, value in [
-                (["messages"], None),
-                (["messages"], {}),
-                (["messages"], [None]),
-                (["answers"], None),
-                (["answers"], 4),
-                (["answers"], [4]),
-                (["question"], ["parts"]),
-                (["prompt_id"], ["a"]),
-                (["trajectory_id"], 0),
-                (["parent_id"], 1),
-                (["fork_at"], 1 << 40),
-                (["reward_parts"], {"accuracy": "1"}),
-                (["advantage"], {}),
-                (["turns", 0, "entropy"], "high"),
-                (["turns", 0, "tool_calls", 0, "seconds"], "1"),
-                (["turns", 0, "tool_calls", 0, "argument"], None),
-                (["turns", 0, "tool_calls", 0, "ok"], 1),
-                (["turns", 0, "decision"], {"entropy": 1}),
-                (["turns", 0, "end"], -1),
-                (["turns", 0, "start"], True),
-                (["segments", 0], ["text"]),
-                (["stop_reason"], 3),
-                (["token_chars"], [0.5]),
-                (["contexts"], [4]),
-            ]
+            for path, value in WRONG_VALUES
         ),
     ],
 )
