@@ -136,11 +136,12 @@ def test_a_resumed_report_leaves_out_what_has_passed(tmp_path, monkeypatch):
 
 ON_THE_HOST = """
 absl-py accelerate aiohappyeyeballs aiohttp aiosignal annotated-doc anyio attrs certifi charset-normalizer click
-cloudpickle einops filelock frozenlist fsspec h11 hf-xet httpcore httpx huggingface-hub idna jinja2 llvmlite markdown-
-it-py markupsafe mdurl mpmath multidict networkx numba numpy opencv-python-headless packaging pandas pillow pluggy
-prometheus-client propcache protobuf psutil py-cpuinfo pyarrow pygments pytest python-dateutil pyyaml regex requests
-rich safetensors scipy sentencepiece setuptools shellingham six sympy tiktoken tokenizers torch tqdm transformers
-triton typer typing-extensions urllib3 yarl zipp iniconfig tensorboard
+cloudpickle einops filelock frozenlist fsspec grpcio h11 hf-xet httpcore httpx huggingface-hub hypothesis idna
+iniconfig it-py jinja2 joblib llvmlite markdown- markupsafe mdurl mpmath multidict networkx ninja numba numpy
+nvidia-ml-py opencv-python-headless packaging pandas pillow pluggy prometheus-client propcache protobuf psutil
+py-cpuinfo pyarrow pygments pytest python-dateutil pyyaml regex requests rich safetensors scipy sentencepiece
+setuptools shellingham six sympy tabulate tensorboard tiktoken tokenizers torch torchaudio torchvision tqdm
+transformers triton typer typing-extensions urllib3 uvloop werkzeug wrapt xxhash yarl zipp
 """
 """Packages of an image with torch and transformers, as far as vLLM imports them."""
 
@@ -159,25 +160,34 @@ v1.worker.ubatching v1.worker.gpu.model_runner v1.worker.gpu.sample.sampler
 """
 """Modules of vLLM that the start of an engine imports, many of them inside functions."""
 
-IMPORT_THEM = """
-import importlib, importlib.abc, importlib.metadata, sys
+IMPORT_THEM = '''
+import importlib, importlib.abc, importlib.machinery, importlib.metadata, pathlib, sys
 site, here = sys.argv[1], set(sys.argv[2].split())
 
 class HostOnly(importlib.abc.MetaPathFinder):
+    """Finds what the other finders find, but no package of ours that the host lacks."""
+
+    find_distributions = staticmethod(importlib.machinery.PathFinder.find_distributions)
+
+    def __init__(self, finders):
+        self.finders = finders
+
     def find_spec(self, name, path=None, target=None):
         owners = {owner.lower().replace("_", "-") for owner in OWNERS.get(name, ())}
         if owners and not owners & here:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            return None
+        found = (finder.find_spec(name, path, target) for finder in self.finders)
+        return next((spec for spec in found if spec), None)
 
 carried = [entry for entry in sys.path if entry.startswith(site)]
 rest = [entry for entry in sys.path if not entry.startswith(site)]
 sys.path[:] = rest
 OWNERS = importlib.metadata.packages_distributions()
+OWNERS.pop("arpo", None)
 sys.path[:] = carried + rest
-import pathlib
 for path in pathlib.Path(site).glob("*/*"):
     OWNERS.pop(path.stem.partition(".")[0], None)  # carried, and so first in the path
-sys.meta_path.insert(0, HostOnly())
+sys.meta_path[:] = [HostOnly([*sys.meta_path])]
 import tyro, tantivy, math_verify, latex2sympy2_extended
 from fake_gpu.vllm_sources import pretend_h100
 from arpo.engine.containment import prepare_for_vllm
@@ -188,7 +198,7 @@ for module in sys.argv[3].split():
 import vllm, pydantic_core
 assert vllm.__file__.startswith(site) and pydantic_core.__file__.startswith(site)
 print("all imported")
-"""
+'''
 
 
 @pytest.mark.slow
