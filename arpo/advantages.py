@@ -1,10 +1,13 @@
 """From rewards to advantages: group estimators, critic estimators, and tree credits.
 
-A group estimator compares trajectories with each other. A new one is one function: in your own file
-(advantage.kind=FILE.py:NAME), or with one line in GROUP_ESTIMATORS. A critic estimator compares tokens with a critic's
-values; a new one is one function and one line in CRITIC_ESTIMATORS, and a critic is then loaded for it. A tree credit
-shares a trajectory's advantage among its tokens. A new one is one function: in your own file
-(advantage.tree=FILE.py:NAME), or with one line in TREE_CREDITS.
+A group estimator compares the trajectories of a group with each other. A critic estimator compares tokens with a
+critic's values. A tree credit distributes a trajectory's advantage over the trajectory's tokens.
+
+To add an estimator or a tree credit, write a function:
+
+    group estimator     in your own file (advantage.kind=FILE.py:NAME), or here with a line in GROUP_ESTIMATORS
+    critic estimator    here, with a line in CRITIC_ESTIMATORS. The run then loads a critic
+    tree credit         in your own file (advantage.tree=FILE.py:NAME), or here with a line in TREE_CREDITS
 """
 
 from __future__ import annotations
@@ -250,8 +253,8 @@ TREE_CREDITS: dict[str, Callable[[Group, AdvantageConfig], dict[str, np.ndarray]
     "node_parent": node_parent,
     "inter_intra": inter_intra,
 }
-"""Each returns trajectory_id -> (T,) advantage of every response token, for the trajectories that are trained on. It
-reads the group's tree, and each trajectory's `advantage` or `reward`.
+"""Each function returns trajectory_id -> (T,) advantage of every response token, for all trajectories that are trained
+on. The input is the group's tree, with the `advantage` or `reward` of each trajectory.
 
 Example: A (reward 1) and its branch B (reward 0, forked at 2), three tokens and two turns each, advantages 1 and -1.
 soft: A [1, 1, 1], B [-1, -1, -1]. hard, node and node_parent: A [0, 0, 1], B [0, 0, -1].
@@ -282,7 +285,7 @@ def token_advantages(group: Group, tree: str, cfg: AdvantageConfig | None = None
 
 
 Turn = tuple[str, int]
-"""A turn's name in the group's tree: (id of the trajectory that wrote it, its first response position)."""
+"""Name of a turn in the group's tree: (id of the trajectory that sampled the turn, the first response position)."""
 PROMPT: Turn = ("", 0)
 """Stands for the prompt, the start of every path."""
 LEAF = -1
@@ -328,7 +331,7 @@ def turns_of(trajectory: Trajectory, group: Group) -> list[Turn]:
 
 
 def by_turn(group: Group, credits: dict[str, list[float]]) -> dict[str, np.ndarray]:
-    """Give each turn's credit to its tokens and to the tool result after them. Return trajectory_id -> (T,)."""
+    """Give each turn's credit to the turn's tokens and to the following tool result. Return trajectory_id -> (T,)."""
     tokens = {}
     for t in trained_on(group):
         assert t.turns and t.turns[0].start == 0, t.trajectory_id

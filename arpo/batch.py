@@ -1,10 +1,10 @@
 """Rows and padding-free micro-batches, balanced over ranks under a token budget.
 
 Shapes: B rows (trajectories) in a micro-batch, T response tokens of the longest row, N tokens of all rows together.
-The rows are concatenated into one sequence of N tokens. Position ids restart at 0 for each row, and attention works row
+The rows are concatenated into a sequence of N tokens. Position ids restart at 0 for each row, and attention works row
 by row (attention.py).
 
-A trajectory with several contexts (rollout.context) is one row, with one sequence for each context.
+A trajectory with several contexts (rollout.context) is a single row, with a sequence for each context.
 
     input_ids      p p p r r r r p p r r r       (N,) two rows: prompt 3 + response 4, prompt 2 + response 3
     position_ids   0 1 2 3 4 5 6 0 1 2 3 4
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def sequences(self) -> list[tuple[int, int, np.ndarray]]:
-        """The sequences that the model reads, one for the prompt and one for each further context.
+        """The sequences that the model reads. The first begins with the prompt, every other with a new context.
 
         Each is (first response index, number of context tokens, token ids), where the token ids begin with the context.
         """
@@ -77,7 +77,7 @@ class RowPaths:
         self.num_queries = num_queries
         """Number of tokens that each row computes itself (at least 1). They are consecutive, row after row."""
         self.num_keys = num_keys
-        """Number of tokens that each row attends to: those it computes, and those it shares with earlier rows."""
+        """Number of tokens that each row attends to: computed for the row, or shared with earlier rows."""
         self.keys = keys
         """(sum of num_keys,) positions of the tokens that each row attends to, row after row; None = all in order."""
         self.query_starts = cumulated(num_queries)
@@ -144,7 +144,7 @@ class MicroBatch:
     position_ids: Tensor
     """(1, N), from 0 within each row"""
     predict_from: Tensor
-    """(B, T) position in the N tokens whose hidden state predicts response token (b, t): the one before it"""
+    """(B, T) position in the N tokens whose hidden state predicts response token (b, t): the previous token"""
     targets: Tensor
     """(B, T) response token ids"""
     loss_mask: Tensor
@@ -157,7 +157,7 @@ class MicroBatch:
     paths: RowPaths
     """Tokens that each row attends to"""
     old_logprobs: Tensor | None = None
-    """(B, T). This field and those below are filled before or by the update, if the options need them"""
+    """(B, T). This field and the fields below are filled before or by the update, if an option needs the values"""
     old_entropies: Tensor | None = None
     """(B, T) nats, filled with old_logprobs"""
     ref_logprobs: Tensor | None = None
@@ -304,7 +304,7 @@ def microbatches(
 
 
 def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
-    """Return the micro-batch of these rows; `row_ids` are their indices in the global mini-batch. [] = an empty one."""
+    """Return the micro-batch of the rows; `row_ids` are indices in the global mini-batch. [] = an empty micro-batch."""
     if not rows:
         one_token = np.zeros(1, np.int64)
         rows = [Row(prompt_ids=one_token, response_ids=one_token, loss_mask=one_token)]

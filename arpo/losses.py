@@ -1,13 +1,13 @@
 """The policy loss: token losses (TOKEN_LOSSES), KL and entropy terms.
 
-A new loss is one function (LossInputs, LossConfig) -> TokenLosses. Put it into your own file (loss.kind=FILE.py:NAME),
-or add one line to TOKEN_LOSSES. KL_ESTIMATORS and AGGREGATIONS work in the same way. All functions are pure.
+To add a loss, write a function (LossInputs, LossConfig) -> TokenLosses in your own file (loss.kind=FILE.py:NAME), or
+here with a line in TOKEN_LOSSES. KL_ESTIMATORS and AGGREGATIONS work in the same way. All functions are pure.
 
 Legend: B trajectories (rows), T response tokens. A tensor without another shape is (B, T). Mask 1 = the policy sampled
 this token.
 
-A mini-batch is cut into micro-batches over the ranks. Each micro-batch computes its share of one global loss, because
-its sum is divided by a *global* count, `denominator`. So the shares add up, however the rows are cut:
+A mini-batch is cut into micro-batches over the ranks. Each micro-batch computes a share of the global loss: the sum
+over the micro-batch, divided by a *global* count, `denominator`. The shares add up, however the rows are cut:
 
     [denominator] = ranks.all_reduce_sum(float(sum(loss_denominator(m.loss_mask, cfg.aggregation) for m in micros)))
     loss, metrics = policy_loss(LossInputs(...), cfg, denominator=denominator)
@@ -219,8 +219,8 @@ TOKEN_LOSSES: dict[str, TokenLoss] = {
     "reinforce": reinforce,
 }
 NEED_WHOLE_ROWS = {"gspo", "sequence_mean_token_sum", "sequence_mean_token_mean"}
-"""Losses and aggregations over all tokens of a row. They need a row on one rank, so model.context_parallel must be 1.
-Custom ones are assumed to be of this kind."""
+"""Losses and aggregations over all tokens of a row. All tokens of a row must be on the same rank, so
+model.context_parallel must be 1. Custom losses count as members of this set."""
 
 
 def clipped_surrogate(inputs: LossInputs, ratio: Tensor, cfg: LossConfig) -> TokenLosses:
@@ -324,7 +324,7 @@ def aggregate(token_loss: Tensor, mask: Tensor, aggregation: str, denominator: f
 
 
 def loss_denominator(mask: Tensor, aggregation: str) -> Tensor:
-    """Return the share of these rows in the global count, 0-dim: loss tokens, or sequences with at least one.
+    """Return the share of the given rows in the global count, 0-dim: loss tokens, or sequences with at least one.
 
     mask [[1, 1], [0, 0]] -> 2 for token_mean, 1 for the sequence means.
     """

@@ -1,8 +1,8 @@
 """The algorithm's config sections, from the rollout to the update. The defaults are the paper's 7B reasoning recipe.
 
-Each field's docstring is its `--help` text: unit, effect, special values. `Annotated` has its range, and the settings
-that it needs to have an effect (config/facts.py). Each script composes these sections, and those of config/sections.py,
-into its root config.
+The docstring of a field is the field's `--help` text: unit, effect, special values. `Annotated` has the range of the
+value, and the settings without which the value has no effect (config/facts.py). Each script composes its root config
+from the sections here and in config/sections.py.
 """
 
 from __future__ import annotations

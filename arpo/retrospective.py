@@ -1,9 +1,10 @@
-"""Retrospective selectors: they choose where to fork a group after all its trajectories have ended. Pure.
+"""Retrospective selectors choose the forks of a group after all trajectories of the group have ended. Pure.
 
-A rule of branching.py judges a tool result a moment after it has come. A retrospective selector sees how everything
-went on, so neither tool latencies nor the order of arrival can matter. It gets the group (without trajectories ended by
-an infrastructure error), the number of forks of this round, its config section and a random generator. A selector of
-your own is one function, in a file of yours (branching.selector=FILE.py:NAME) or with one line in EXPANSIONS.
+A branching rule (branching.py) judges a tool result as soon as the first tokens after the result are known. A
+retrospective selector reads complete trajectories, so tool latencies and the order of arrival cannot matter. The
+arguments are the group (without trajectories ended by an infrastructure error), the number of forks of this round, the
+config section and a random generator. To add a selector, write a function in your own file
+(branching.selector=FILE.py:NAME), or here with a line in EXPANSIONS.
 """
 
 from __future__ import annotations
@@ -136,15 +137,15 @@ EXPANSIONS: dict[str, Callable[[Group, int, BranchingConfig, random.Random], lis
     "at2po": at2po,
     "top_h": top_h,
 }
-"""Values of `branching.selector` besides those of RULES. Each function returns at most `budget` forks; further ones are
-ignored. If the group is not full after the last round, fresh roots fill it."""
+"""Values of `branching.selector` besides the names in RULES. Each function returns at most `budget` forks; all further
+forks are ignored. If the group is not full after the last round, fresh roots fill the group."""
 
 
 # ---- rounds of forks in a group that still grows
 
 
 def finished_so_far(group: GroupState) -> Group | None:
-    """Return the trajectories started so far, or None while one of them is growing.
+    """Return the trajectories started so far, or None while any trajectory is still growing.
 
     Trajectories with an infrastructure error are left out, and so are their branches.
     """
@@ -159,7 +160,7 @@ def finished_so_far(group: GroupState) -> Group | None:
 def next_forks(
     group: GroupState, finished: Group, cfg: BranchingConfig, refusal: Callable[[Iterable[str]], str]
 ) -> list[Fork]:
-    """Return the forks of the group's next round, and record them in the turns they chose.
+    """Return the forks of the group's next round, and record each fork in its turn.
 
     The remaining forks are spread evenly over the remaining rounds. `refusal` gets the tags of the calls before
     a fork, and returns the tool whose session forbids it, or "". Such a fork is recorded and left out.

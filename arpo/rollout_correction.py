@@ -1,8 +1,8 @@
 """Importance weights that correct for the difference between vLLM's probabilities and the trainer's.
 
-A new correction is a pair of functions: one combines the weights of tokens, the other bounds them. Put the pair into
-your own file (loss.rollout_correction=FILE.py:NAME), or add one line to ROLLOUT_CORRECTIONS. All functions are pure.
-Legend as in losses.py: B trajectories (rows), T response tokens.
+A new correction is a pair of functions: the first combines the weights of tokens, the second bounds the weights. Put
+the pair into your own file (loss.rollout_correction=FILE.py:NAME), or add a line to ROLLOUT_CORRECTIONS. All functions
+are pure. Legend as in losses.py: B trajectories (rows), T response tokens.
 """
 
 from __future__ import annotations
@@ -106,5 +106,5 @@ ROLLOUT_CORRECTIONS: dict[str, tuple[Combine, Bound]] = {
     "geometric_mis": (mean_over_sequence, masked),
 }
 NEED_WHOLE_ROWS = {"sequence_tis", "sequence_mis", "geometric_tis", "geometric_mis"}
-"""Corrections over all tokens of a row. They need a row on one rank, so model.context_parallel must be 1. Custom ones
-are assumed to be of this kind."""
+"""Corrections over all tokens of a row. All tokens of a row must be on the same rank, so model.context_parallel must be
+1. Custom corrections count as members of this set."""

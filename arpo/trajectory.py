@@ -1,6 +1,6 @@
 """The glossary: Prompt, Turn, ToolCall, Trajectory, Group. No torch, no I/O.
 
-One trajectory is one response. Its token lists have one number per response token:
+A trajectory is a response to a prompt. The token lists of a trajectory have a number for each response token:
 
     token_ids         <think> ... </search>    <result> ... </result>   <think> ... </answer><eos>
     loss_mask         1 1 1 1 1 1 1 1 1 1 1    0 0 0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1 1 1 1 1 1
@@ -8,8 +8,8 @@ One trajectory is one response. Its token lists have one number per response tok
     turns             |------ Turn 0 -------------------------------|   |------ Turn 1 ------|
                       start            end               result_end     start             end = result_end
 
-Without tags (protocol.format) a turn ends with the model's end token. After it, all text of the chat template up to the
-model's next turn has mask 0: <tool_call> ... <eos> | <tool_response> ... assistant | It is ... <eos>
+Without tags (protocol.format) a turn ends with the model's end token. The text that the chat template then adds, up to
+the model's next turn, has mask 0: <tool_call> ... <eos> | <tool_response> ... assistant | It is ... <eos>
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Prompt:
 
     prompt_id: str
     messages: list[dict[str, str]]
-    """The chat. Once `token_ids` are filled, it has the system message; before that it is as in the file."""
+    """The chat as in the file. The system message is added when `token_ids` are filled."""
     answers: list[str]
     """Accepted answers (aliases); the reward takes the best match."""
     data_source: str = ""
@@ -50,7 +50,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call that the policy wrote, and the result that it read."""
+    """A tool call that the policy wrote, and the result that the policy read."""
 
     tag: str
     argument: str
@@ -76,7 +76,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BranchDecision:
-    """The record of one branch decision: all that is needed to compute it again."""
+    """The record of a branch decision, with all values needed to compute the decision again."""
 
     entropy: float
     """H: mean entropy of the first k tokens after the tool result, nats."""
@@ -131,7 +131,7 @@ class Context:
 
 @dataclass
 class Trajectory:
-    """One response of the policy to one prompt. A branch has its parent's tokens before `fork_at`.
+    """A response of the policy to a prompt. A branch has the tokens of its parent before `fork_at`.
 
     After the ranks have exchanged trajectories (`Team.all_gather_groups`), lists with a number per token are arrays.
     """
@@ -271,7 +271,7 @@ class Trajectory:
 
     @property
     def own_tool_calls(self) -> list[ToolCall]:
-        """Calls of this trajectory without those inherited from its parent."""
+        """Calls of this trajectory without the calls inherited from the parent."""
         return [call for t in self.turns for call in t.tool_calls if not t.inherited]
 
     def to_dict(self) -> dict:

@@ -1,20 +1,20 @@
 """Micro-batches whose rows form trees: a prefix shared by several rows is computed once (update.layout=tree).
 
-Rows share their tokens as long as the token ids are equal, whether or not one branched from the other. So the rows of a
-group share the prompt, too. A node is one unique token; nodes are numbered depth first. Two rows, prompt a b:
+Two rows share all tokens up to the first different token id, even if neither is a branch of the other. So the rows of a
+group share at least the prompt. A node is a unique token; nodes are numbered depth first. Two rows, prompt a b:
 
     rows           a b c d e      a b c x
-    input_ids      a b c d e x                   (N,) one per node
+    input_ids      a b c d e x                   (N,) a token per node
     position_ids   0 1 2 3 4 3                   the depth, which is the token's position in its row
     paths          0 1 2 3 4, 0 1 2 5            the nodes that each row attends to (attention.py)
     nodes          [[2, 3, 4], [2, 5, -1]]       (B, T) each response token's node
     predict_from   [[1, 2, 3], [1, 2, 0]]        (B, T) its parent
 
-All (B, T) tensors are as in batch.py. So losses, gradients and metrics are those of flat packing.
+All (B, T) tensors are as in batch.py. So losses, gradients and metrics equal the results of flat packing.
 
-Rows sorted by their token ids are the trees' leaves from left to right. A cut of this order before a row costs the
-tokens that the row shares with the row before it, and nothing more. A row with several contexts (batch.py) is several
-leaves, which share tokens with each other in the same way.
+Rows sorted by token ids are the trees' leaves from left to right. A cut of this order before a row costs only the
+tokens that the row shares with the previous row. A row with several contexts (batch.py) is several leaves, which share
+tokens with each other in the same way.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def depth_first(sequences: list[np.ndarray]) -> tuple[list[int], list[int]]:
 
 
 def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
-    """Return the TreeBatch of these rows, which it sorts depth first. Without rows return an empty micro-batch."""
+    """Sort the rows depth first, and return their TreeBatch. Without rows return an empty micro-batch."""
     if not rows:
         return collate([])
     order, _ = depth_first([row.sequences[0][2] for row in rows])

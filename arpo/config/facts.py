@@ -1,18 +1,18 @@
-"""The facts about an option (a knob) stand on its field: its range, the setting that it needs, and what it decides.
+"""Facts about an option (a knob), written on the option's field: the range, the settings it needs, and what it decides.
 
     clip_low: Annotated[float, AtLeast(0), Needs("loss.kind", not_in=("reinforce",), use=("ppo", "gspo"))] = 0.2
 
 | fact                                                 | the value is refused                           |
 |------------------------------------------------------|------------------------------------------------|
 | Between(0, 1), AtLeast(0)                            | if it lies outside                             |
-| Needs("loss.kind", "gspo", "mine")                   | unless loss.kind is one of these values        |
-| Needs("loss.kind", not_in=("ppo",), use="gspo")      | if loss.kind is one of these. A new loss of a  |
-|                                                      | user's file gives the knob an effect too       |
-| Needs("tools.names", has=("python",))                | unless the list has one of these names         |
+| Needs("loss.kind", "gspo", "mine")                   | unless loss.kind is gspo or mine               |
+| Needs("loss.kind", not_in=("ppo",), use="gspo")      | if loss.kind is ppo. A new loss of a user's    |
+|                                                      | file gives the knob an effect too              |
+| Needs("tools.names", has=("python",))                | unless the list has the name python            |
 |                                                      | ("overlong=1" counts as "overlong")            |
 | Needs("branching.selector", met=judges, use="arpo")  | unless the function returns True for the value |
 | Needs("loss.kl_coefficient", use=0.001)              | if the setting is 0, False or empty            |
-| MAY_CHANGE                                           | never: it may change within a run              |
+| MAY_CHANGE                                           | never: the value may change within a run       |
 | no MAY_CHANGE                                        | if the run was begun with another value        |
 
 A knob may need several settings. A need is checked only for a value that differs from the default, and only in a script
@@ -22,7 +22,8 @@ that has the setting. Two errors:
     --loss.kind reinforce --loss.clip_low 0.1
                                     loss.clip_low=0.1 is ignored unless loss.kind=ppo or gspo (it is reinforce)
 
-A section lists in `FACTS` what holds for all its knobs. A fact on a field replaces those of the same class in `FACTS`.
+A section lists in `FACTS` what holds for all its knobs. A fact on a field replaces the facts of the same class in
+`FACTS`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""One vLLM over several ranks, for models that do not fit on one GPU during sampling.
+"""A vLLM engine over several ranks, for models that do not fit on one GPU during sampling.
 
-A team is vLLM's tensor parallel group. Each rank of a team keeps a part of every matrix, and all of them run the same
+A team is vLLM's tensor parallel group. Each rank of a team keeps a part of every matrix, and all ranks run the same
 rollout on the same prompts. With the same seed and the same requests in the same order, all schedulers decide the
-same. Only the moment of a tool's answer would differ. So only the team's first rank runs tools, and it sends the
-results to the others. It also scores, counts and saves alone, since the others have copies of the same groups.
+same. Only the moment of a tool's answer would differ. So only the team's first rank runs tools, and sends the
+results to the others. The first rank also scores, counts and saves alone, since all ranks have copies of the same
+groups.
 
     tensor_parallel = 2 on 4 ranks, 6 prompts: ranks 0 and 1 sample prompts 0 2 4, ranks 2 and 3 prompts 1 3 5
 """
@@ -38,7 +39,7 @@ class Team:
 
     @property
     def index(self) -> int:
-        """Index of this team; its engine adds it to the seed."""
+        """Index of this team. The team's engine adds the index to the seed."""
         return self.ranks.rank // self.size
 
     @property

@@ -1,10 +1,10 @@
 """Log-probabilities, entropies and top K from vLLM's second model runner (engine.model_runner=v2).
 
-This runner prepares a step on the GPU, and so needs less of the host's time. Its sampler calls functions of its own
-module, not a method that we could replace. So we put a sampler around it, and compute our columns from the same logits.
+This runner prepares a step on the GPU, and so needs less of the host's time. The runner's sampler calls functions of a
+module, not a method that we could replace. So we wrap the sampler, and compute our columns from the same logits.
 
-The runner's noise needs no hook. As in noise.py, it is a function of seed, position and token, in one kernel for all
-rows. The numbers are other ones: a seed gives other tokens than with the first runner.
+The runner's noise needs no hook. As in noise.py, the noise is a function of seed, position and token, in a single
+kernel for all rows. But the numbers differ: a seed gives other tokens than with the first runner.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class SamplerWithEntropies:
-    """vLLM's sampler, but its output has our logprobs. Everything else of it is as it was."""
+    """vLLM's sampler with our logprobs in the output. All other behaviour is unchanged."""
 
     def __init__(self, sampler, gather_logprobs: Callable[[Tensor, Tensor], Any]) -> None:
         """gather_logprobs: (N, V) log-softmax and (N,) sampled tokens -> vLLM's LogprobsTensors."""

@@ -1,13 +1,13 @@
-"""Grading extracts the answer of each recorded trajectory and decides whether it is correct. It loads no model.
+"""Grading extracts the answer of each recorded trajectory and decides if the answer is correct. No model is loaded.
 
     metric    scores                      correct (0..1) is
     math      math_equal                  math_equal
-    qa        em, f1 (and judge)          the judge's verdict if there is a judge, otherwise f1
+    qa        em, f1 (and judge)          the judge's verdict, or f1 without a judge
     reward    reward, well_formed         the reward's accuracy part, as in training
 
-The graded answer comes from the model's own text, never from tool results. It is the last box of the last <answer>
-block, or the block's text if it has no box. Without a block it is the last box after the thoughts (if calls are in
-JSON: in the last turn). `reward` follows the stricter rule of the format.
+The graded answer comes from the model's own text, never from tool results: the last box of the last <answer> block, or
+the block's text if there is no box. Without a block: the last box after the thoughts (if calls are in JSON: in the last
+turn). `reward` follows the stricter rule of the format.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Records: the finished trajectories of an evaluation with their questions, read from dumps (log/dumps.py).
 
-    RUN/trajectories/gaia.0.jsonl  gaia.1.jsonl ...     groups of a question set; one file per process
+    RUN/trajectories/gaia.0.jsonl  gaia.1.jsonl ...     groups of a question set; a file per process
     RUN/grades/gaia.jsonl                               their grades
 
-A group is on disk before the next one is handled. Each process writes files of its own. So if a process is killed
-within a line, this part of a line stays in its file, and readers skip it.
+A group is on disk before the next group is handled. No two processes write to the same file. So if a process is killed
+within a line, the incomplete line stays in the process's file, and readers skip the line.
 """
 
 from __future__ import annotations

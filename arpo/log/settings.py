@@ -1,8 +1,8 @@
-"""The settings of a run as recorded in its folder, and their later changes.
+"""The settings of a run and all later changes, as recorded in the run's folder.
 
-runs/NAME/config.yaml      settings at the first step, with digests of the files they name; never overwritten
-runs/NAME/changes.jsonl    {"step": 40, "changes": {"optim.lr": [1e-06, 5e-07]}}: later changes, with their step
-runs/NAME/sessions.jsonl   each start: its step, date, commit, versions of packages, and command line
+runs/NAME/config.yaml      settings at the first step, with digests of all named files; never overwritten
+runs/NAME/changes.jsonl    {"step": 40, "changes": {"optim.lr": [1e-06, 5e-07]}}: later changes, with the step
+runs/NAME/sessions.jsonl   each start: step, date, commit, versions of packages, and command line
 runs/NAME/code/            the user's Python files, and differences from the commit
 """
 
@@ -40,8 +40,8 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def begun_settings(folder: Path) -> dict[str, Any]:
-    """Return `settings_of` a folder, or {} if they are missing or unreadable. A start that needs them raises its own
-    error, and any other start writes them again."""
+    """Return `settings_of` a folder, or {} if the file is missing or unreadable. A start that needs the settings raises
+    an error, and any other start writes the file again."""
     try:
         return settings_of(folder)
     except UserError:

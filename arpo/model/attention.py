@@ -1,12 +1,13 @@
 """Attention in micro-batches, row by row. So there is no mask over all tokens, and no work on masked pairs.
 
-The queries of a row are the tokens that it computes itself. Its keys are its full path, from the prompt's first token
-to the row's last. In flat packing both are the entire row. In a tree (tree.py) a row may begin with tokens of an
-earlier row: they are among its keys, but are computed once. Two rows a b c d e and a b c x, as the tree a b c d e x:
+The queries of a row are the tokens that are computed for this row. The keys are the full path, from the prompt's first
+token to the row's last. In flat packing both are the entire row. In a tree (tree.py) a row may begin with tokens of an
+earlier row. Shared tokens are among the keys of both rows, but are computed only once. Two rows a b c d e and a b c x,
+as the tree a b c d e x:
 
     queries   0 1 2 3 4 | 5             consecutive, row after row
     keys      0 1 2 3 4 | 0 1 2 5       gathered if rows share tokens
-    causal    a row's last query sees all its keys, the query before it all but the last key, ...
+    causal    a row's last query sees all keys of the row, the query before all but the last key, ...
 
 The kernel is SDPA, called once per row, or a kernel for rows of many lengths, called once for all rows: torch's
 varlen_attn, or that of the flash-attn package. Both are FlashAttention 2. Its causal mask aligns the last query with

@@ -1,8 +1,8 @@
 """Ulysses (Jacobs et al., arXiv 2309.14509): the N tokens of a micro-batch are spread over the P ranks of a group.
 
 Outside of attention each rank works on N / P tokens, and computes the loss of these. Two all-to-alls around attention
-exchange tokens for heads: before it, a rank gets all N tokens of H / P heads; after it, N / P tokens of all H heads. So
-P GPUs together train a row that is too long for one of them. Attention sees all rows, with the usual masks.
+exchange tokens for heads. The first gives each rank all N tokens of H / P heads, and the second N / P tokens of all H
+heads. So P GPUs together train a row that is too long for a single GPU. Attention sees all rows, with the usual masks.
 
     tokens 0 1 2 3 on rank 0, 4 5 6 7 on rank 1   ->   heads 0 1 of tokens 0..7 on rank 0, heads 2 3 on rank 1
 """
@@ -26,7 +26,7 @@ PREFIX = "ulysses_"
 
 @dataclass(kw_only=True)
 class LocalBatch(MicroBatch):
-    """One rank's share of a MicroBatch: its N / P tokens, and a loss mask of the tokens that they predict.
+    """A rank's share of a MicroBatch: N / P tokens, and the loss mask of the tokens predicted from this share.
 
     `paths` still describes all tokens, with padding to a multiple of P.
     """

@@ -1,7 +1,7 @@
-"""Text between model and tools: the forms of calls, schemas of tools, system prompts, and their tokens.
+"""The text between model and tools: forms of calls, schemas of tools, system prompts, and the tokens of all these.
 
-A form of calls is one file here and one line in `FORMS`, or a file of yours (`protocol.format FILE.py:NAME`; extras has
-an example). The file makes a `Form` (form.py). The rest of the code knows only its three parts:
+A form of calls is a file here with a line in `FORMS`, or a file of yours (`protocol.format FILE.py:NAME`; extras has an
+example). The file makes a `Form` (form.py). The rest of the code knows only three parts of the form:
 
     codec       text to tokens and back. If the chat template writes calls and results: a `TemplateCodec` with three
                 short methods
@@ -9,7 +9,7 @@ an example). The file makes a `Form` (form.py). The rest of the code knows only 
     parse_row   converts the calls of an SFT file
 
 All forms check names and arguments with `checked_call` (calls.py), so errors, records and caches do not depend on the
-form. A form without JSON first converts its arguments to the types of the tool's schema.
+form. A form without JSON first converts the arguments to the types of the tool's schema.
 """
 
 from arpo.config.named import find

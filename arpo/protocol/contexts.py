@@ -1,15 +1,15 @@
-"""Context policies (rollout.context): the text that the model reads in each turn, if all before would be too long.
+"""Context policies (rollout.context) decide what the model reads in each turn, if all earlier text would be too long.
 
-A response is one list of tokens. Under `append` the model reads the prompt and the whole response so far. Another
+A response is a single list of tokens. Under `append` the model reads the prompt and the whole response so far. Another
 context policy may replace the prompt by a new context after a turn (Trajectory.contexts):
 
     prompt | turn 0, result, turn 1, result + request, note        the first sequence
     prompt with the note | turn 3, result, turn 4                  the second sequence of the same response
 
-The response has one reward, and one row of advantages. Each token is trained after the same tokens it was sampled
-after, and shared tokens are computed once (tree.py). A branch has its parent's contexts up to the fork.
+The response has one reward and one row of advantages. Training computes each token after the same tokens as sampling
+did, and shared tokens are computed once (tree.py). A branch has the parent's contexts up to the fork.
 
-A context policy is a function, called after each turn (after a call: once its results are there). It returns
+A context policy is a function, called after each turn (after a call: as soon as the results are there). Return values:
 
     None          go on after all that was read; after an answer: end
     token ids     a new context
@@ -42,7 +42,7 @@ class ContextEvidence:
 
     prompt: Prompt
     trajectory: Trajectory
-    """The response so far. Its last turn has ended, and includes its results if it has calls."""
+    """The response so far. The last turn has ended. After a call the turn includes the results."""
     num_tokens: int
     """Number of tokens in the model's context now, without the prompt."""
     codec: Codec

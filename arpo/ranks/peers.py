@@ -1,14 +1,14 @@
-"""Heartbeats between ranks: if a rank is gone, the run ends soon, and one line names the rank.
+"""Heartbeats between ranks: if a rank is gone, the run ends soon, and a line names the rank.
 
-Once a second every rank writes a heartbeat (a count, its host, the current line of its main thread) into torchrun's
+Once a second every rank writes a heartbeat (a count, the host, the current line of the main thread) into torchrun's
 store. A separate thread does this, so a long rollout does not stop the heartbeats. The first rank of each node reads
-all of them.
+the heartbeats of all ranks.
 
-* A rank without a heartbeat for `silence_s` (killed, frozen, its node or network down) ends the run. A collective would
-  wait much longer, since its time limit must exceed the slowest rollout.
-* A failed collective (a connection broke, or one rank did not come) ends the run at once. The heartbeats then show the
+* A rank without a heartbeat for `silence_s` (killed, frozen, node or network down) ends the run. A collective would
+  wait much longer, since the time limit of a collective must exceed the slowest rollout.
+* A failed collective (a connection broke, or a rank did not come) ends the run at once. The heartbeats then show the
   missing rank, or the current line of each rank if all are alive. gloo raises an exception. NCCL's collectives run on
-  the GPU, and the main thread waits for them in C. So the watch asks NCCL once a second for failures.
+  the GPU, and the main thread waits for the GPU in C. So the watch asks NCCL once a second for failures.
 """
 
 from __future__ import annotations

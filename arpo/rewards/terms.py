@@ -1,7 +1,7 @@
 """Named rewards: the reward of a trajectory is a weighted sum of terms. Each term is logged under its name.
 
-A built-in term is one function and one line in TERMS. It gets an evidence object, and returns 0 to 1 (or -1 to 0).
-Other terms are custom functions (custom.py). They score all trajectories of a call together.
+A built-in term is a function with a line in TERMS. The function gets an evidence object, and returns 0 to 1 (or -1 to
+0). All other terms are custom functions (custom.py), which score all trajectories of a call together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from arpo.rewards.custom import RESERVED_NAMES, CustomReward, Pairs, RewardResul
 from arpo.trajectory import Prompt, Trajectory
 
 BY_RULE = {"answer", "format", "accuracy", "tool_bonus"}
-"""Terms from the built-in reward. With one of them, all parts of the built-in reward are logged."""
+"""Terms from the built-in reward. If any is chosen, all parts of the built-in reward are logged."""
 
 
 @dataclass(frozen=True)
