@@ -152,7 +152,7 @@ compilation.caching model_executor.models.qwen2 model_executor.models.qwen3 mode
 device_allocator.cumem v1.engine.core v1.engine.llm_engine model_executor.warmup.kernel_warmup v1.core.sched.scheduler
 v1.core.sched.async_scheduler v1.executor.uniproc_executor model_executor.model_loader
 model_executor.model_loader.dummy_loader model_executor.model_loader.default_loader v1.sample.sampler
-v1.sample.ops.topk_topp_sampler v1.spec_decode.ngram_proposer v1.spec_decode.eagle multimodal.hasher
+v1.sample.ops.topk_topp_sampler v1.spec_decode.eagle multimodal.hasher
 distributed.device_communicators.cuda_communicator distributed.device_communicators.all_reduce_utils entrypoints.llm
 v1.metrics.loggers tokenizers v1.structured_output utils.deep_gemm utils.flashinfer
 model_executor.layers.quantization.online.fp8 model_executor.layers.fused_moe renderers v1.worker.utils
