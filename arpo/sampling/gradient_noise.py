@@ -240,9 +240,7 @@ def noise_advice(share: Interval, steps: Interval) -> str:
     # half the trajectories in a step, and so half the calls
     calls = Interval(*(value / 2 for value in steps))
     if steps.high < ENOUGH:
-        return (
-            f"{intro}: half the group would teach as much, with {calls} of the calls; then try twice the learning rate"
-        )
+        return f"{intro}: half the group would teach as much, with {calls} of the calls"
     if steps.low > TOO_FEW:
         return f"{intro}: half the group would need {steps} times the steps, so it saves nothing"
     return ""
