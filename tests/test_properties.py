@@ -152,7 +152,7 @@ def test_who_was_faster_decides_nothing_about_the_branches(budget, max_children,
             alive = sorted(turn_of)
             path = alive[order.integers(len(alive))] if order else alive[0]
             turn = turn_of[path]
-            if turn > last_turn or chance(path, turn, 1) < 0.25:
+            if chance(path, turn, 1) < 0.25:
                 group.close(path)
                 del turn_of[path]
             else:
@@ -160,6 +160,8 @@ def test_who_was_faster_decides_nothing_about_the_branches(budget, max_children,
                 turn_of[path] += 1
             for at, _, children in group.settle():
                 turn_of |= dict.fromkeys(children, at + 1)
+            # behind the last turn a trajectory goes on, but decides no more
+            turn_of = {path: turn for path, turn in turn_of.items() if turn <= last_turn}
         assert group.is_settled and sum(group.granted.values()) <= budget
         return {place: count for place, count in group.granted.items() if count}
 
