@@ -153,7 +153,7 @@ def gae_advantages(
 GROUP_ESTIMATORS: dict[str, Callable[[GroupEvidence, AdvantageConfig], Tensor]] = {
     "grpo": grpo,
 }
-"""Each returns one advantage for each trajectory, (N,)."""
+"""Each function returns an advantage for each trajectory, (N,)."""
 CRITIC_ESTIMATORS: dict[str, Callable[[CriticEvidence, AdvantageConfig], tuple[Tensor, Tensor]]] = {
     "gae": gae,
 }

@@ -85,7 +85,7 @@ class RowPaths:
         self.key_starts = self.query_starts if num_keys == num_queries else cumulated(num_keys)
         """(rows + 1,) int32, the same for the keys"""
         self.masks: dict[tuple[int, int | None], Tensor] = {}
-        """(row, window) -> attention mask. The first layer of a forward pass computes it in `mask`."""
+        """(row, window) -> attention mask. The first layer of a forward pass computes the masks in `mask`."""
 
     def mask(self, row: int, window: int | None, like: Tensor) -> Tensor | None:
         """Return the row's attention mask (queries, keys), to be added to the scores: 0 or -inf. None = plain causal.
@@ -105,7 +105,7 @@ class RowPaths:
         return self.masks[row, window]
 
     def for_one_pass(self) -> RowPaths:
-        """Return a copy without masks. So masks are freed after the forward pass that computed them."""
+        """Return a copy without masks, so that masks are freed after the forward pass."""
         without_masks = copy.copy(self)
         without_masks.masks = {}
         return without_masks
@@ -150,8 +150,8 @@ class MicroBatch:
     loss_mask: Tensor
     """(B, T) bool"""
     loss_index: Tensor
-    """(2, L) row and column of each loss token, row after row. Index a tensor with these, not with the mask: for a mask
-    on a GPU the host would wait until it knows the number of tokens."""
+    """(2, L) row and column of each loss token, row after row. Index a tensor with `loss_index`, not with the mask: for
+    a mask on a GPU the host would wait for the number of tokens."""
     rollout_logprobs: Tensor
     """(B, T) float32"""
     paths: RowPaths

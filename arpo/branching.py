@@ -1,8 +1,8 @@
-"""Branching decisions: the rules and their evidence, AEPO's budget split, the budget of a group. Pure.
+"""Branching decisions: the rules and the evidence for a rule, AEPO's budget split, the budget of a group. Pure.
 
-ARPO: arXiv 2507.19849 sec. 3; AEPO: arXiv 2510.14545 sec. 3. A rule of your own is one function
-(Evidence, BranchingConfig) -> P, in a file of yours (branching.selector=FILE.py:NAME) or with one line in RULES.
-Functions named upstream_ follow the released code. It differs from the papers there.
+ARPO: arXiv 2507.19849 sec. 3; AEPO: arXiv 2510.14545 sec. 3. To add a rule, write a function
+(Evidence, BranchingConfig) -> P in your own file (branching.selector=FILE.py:NAME), or here with a line in RULES.
+Functions named upstream_ follow the released code where the code differs from the papers.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Evidence:
     """Index of the turn of `entropies`: 1 is the turn after the first tool result. (branching.compat=upstream judges
     the turn before the result, so the index is one less.)"""
     calls: tuple[ToolCall, ...] = ()
-    """The answered calls: `tag`, `argument`, `result` as the policy reads it, `ok`, `error_kind`, `info`. One call with
-    tags, one or more in JSON, none after a note (rollout.context)."""
+    """The answered calls: `tag`, `argument`, `result` (as the policy reads the text), `ok`, `error_kind`, `info`.
+    One call with tags, one or more in JSON, none after a note (rollout.context)."""
 
     @property
     def delta_entropy(self) -> float:
@@ -204,13 +204,13 @@ class BranchBudget:
     """
 
     budget: int | None
-    """Number of children of the group; None until it is known (AEPO's pre-monitoring phase): all claims wait."""
+    """Number of children of the group. None in AEPO's pre-monitoring phase: all claims wait."""
     max_children: int
-    """Number of children of one claim."""
+    """Number of children of a claim."""
     last_turn: int
     """The last turn at which a decision is possible (= tool calls allowed)."""
     open: dict[Path, int] = field(default_factory=dict)
-    """Trajectories that may still decide -> the turn of their next decision."""
+    """Trajectory that may still decide -> the turn of the next decision."""
     granted: dict[tuple[int, Path], int] = field(default_factory=dict)
     """Settled claim (turn, path) -> number of children."""
     waiting: set[tuple[int, Path]] = field(default_factory=set)
@@ -232,13 +232,13 @@ class BranchBudget:
         self.open.pop(path, None)
 
     def decided(self, turn: int, path: Path, *, wants: bool) -> None:
-        """Record the decision of `path` at `turn`. `settle` grants or refuses its claim."""
+        """Record the decision of `path` at `turn`. `settle` grants or refuses the claim."""
         self.expect(path, turn + 1)
         if wants:
             self.waiting.add((turn, path))
 
     def settle(self) -> list[tuple[int, Path, list[Path]]]:
-        """Settle all claims without need to wait. Return them as (turn, path, paths of the new children).
+        """Settle all claims without need to wait. Return (turn, path, paths of the new children) of each settled claim.
 
         A refused claim has no children. New children count as open at once, since their own decisions come before
         later claims.
@@ -265,7 +265,7 @@ class BranchBudget:
         return settled
 
     def _grant(self, claim: tuple[int, Path]) -> int | None:
-        """Return the number of children of a claim, 0 if it is refused; None if it has to wait."""
+        """Return the number of children of a claim, 0 for a refused claim, None if the claim has to wait."""
         left = self.budget_before(*claim)
         may_take = sum(self._most_children((turn, path), claim) for path, turn in self.open.items())
         may_take += sum(self._most_children(earlier, claim) for earlier in self.waiting)

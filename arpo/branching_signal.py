@@ -98,7 +98,7 @@ def _difference_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def branch_points(groups: Sequence[Group]) -> Iterator[tuple[float, float]]:
-    """Yield (H, 1.0 if branch and parent have different rewards else 0.0) of each branch.
+    """Yield (H, 1.0 or 0.0) of each branch: 1.0 if branch and parent have different rewards.
 
     H, in nats, is the entropy of the turn after the fork, as the parent sampled it.
     """
@@ -120,7 +120,7 @@ def decisions(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, BranchDecis
 
 
 def turns_after_results(groups: Sequence[Group]) -> Iterator[tuple[float, float, float]]:
-    """Yield (H, H_root, 1.0 if the trajectory failed else 0.0) of each turn after a tool result, nats.
+    """Yield (H, H_root, 1.0 or 0.0) of each turn after a tool result: entropies in nats, 1.0 if the trajectory failed.
 
     Inherited turns count for the trajectory that sampled them. Trajectories with an infrastructure error do not count.
     """

@@ -7,7 +7,7 @@ import re
 
 
 class UserError(Exception):
-    """Bad input. The message is one line with the file, the field and the fix."""
+    """Bad input. The message is a line with the file, the field and the fix."""
 
 
 class PrintableRecord(logging.LogRecord):

@@ -1,4 +1,4 @@
-"""The rollout's memory of unfinished work: each trajectory while it grows, and the tree of its group.
+"""The rollout's memory of unfinished work: the trajectories that still grow, and the trees of their groups.
 
 Nothing here reads or writes files, samples, or calls tools.
 """
@@ -20,7 +20,7 @@ from arpo.trajectory import BranchDecision, Context, Group, Prompt, ToolCall, Tr
 
 @dataclass(frozen=True)
 class Decision:
-    """A branch decision, as it was taken. Later the budget settles how many children it gets."""
+    """A branch decision as taken. Later the budget settles the number of children."""
 
     evidence: Evidence
     wants: bool
@@ -40,7 +40,7 @@ class Decision:
 
 @dataclass
 class Live:
-    """Working state of one trajectory while it grows."""
+    """Working state of a growing trajectory."""
 
     trajectory: Trajectory
     group: GroupState
@@ -50,7 +50,7 @@ class Live:
     entropies: list[float] = field(default_factory=list)
     """Next-token entropies (nats) of the current turn's first tokens, as far as sampled."""
     top_logprobs: list[list[float]] = field(default_factory=list)
-    """The largest logprobs of each of those tokens; empty if the entropy is measured exactly."""
+    """The largest logprobs of each of the same tokens; empty if the entropy is measured exactly."""
     began_at_s: float | None = None
     """Time of the first token that this trajectory sampled itself."""
     num_calling: int = 0
@@ -71,7 +71,7 @@ class Live:
 
     @property
     def key(self) -> str:
-        """Unique name of the current turn, and of its request to the engine."""
+        """Unique name of the current turn, and of the request to the engine."""
         return f"{self.group.prompt.prompt_id}|{self.trajectory.trajectory_id}|{self.turn_index}"
 
     def room(self, cfg: RolloutConfig) -> int:
@@ -105,7 +105,7 @@ class Live:
         turn.result_end = turn.end
 
     def append_results_if_they_fit(self, codec: Codec, room: int) -> bool:
-        """Append the turn's results, cut to `room` tokens. Return False, and change nothing, if they do not fit.
+        """Append the turn's results, cut to `room` tokens. Return False, and change nothing, if there is no room.
 
         Results that the turn had already are replaced.
         """
@@ -156,7 +156,7 @@ class Live:
         t.token_chars = codec.token_chars(t.token_ids, t.loss_mask, t.segments, cuts)
 
     def set_entropy(self, entropy: float) -> None:
-        """Set the current turn's entropy (nats), and make it the newest evidence."""
+        """Set the current turn's entropy (nats). This is now the newest evidence."""
         entropies = tuple(self.entropies)
         turn = self.trajectory.turns[-1]
         turn.entropy = entropy
@@ -168,7 +168,7 @@ class Live:
 
 @dataclass
 class GroupState:
-    """One prompt's tree while it grows."""
+    """The growing tree of a prompt."""
 
     prompt: Prompt
     size: int
@@ -179,7 +179,7 @@ class GroupState:
     decisions: dict[tuple[int, Path], Decision] = field(default_factory=dict)
     """(turn, path) -> decision."""
     wall_s: dict[Path, float] = field(default_factory=dict)
-    """Seconds of each finished trajectory, from the first token that it sampled itself to its end."""
+    """Seconds of each finished trajectory, from the first token that is not inherited to the end."""
     num_rounds: int = 0
     """Rounds of forks that a retrospective selector has chosen."""
 
@@ -237,7 +237,7 @@ class GroupState:
         return len(self.wall_s) == self.size
 
     def to_group(self) -> Group:
-        """Return the finished group. Writes the branch decisions into its turns, and checks the invariants."""
+        """Write the branch decisions into the turns, check the invariants, and return the finished group."""
         for (turn, path), decision in self.decisions.items():
             num_children = self.budget.granted.get((turn, path), 0)
             self.trajectories[path].turns[turn].decision = BranchDecision(
@@ -259,7 +259,7 @@ class GroupState:
 
 
 def record_of(call: Call, trajectory: Trajectory, cfg: RolloutConfig) -> ToolCall:
-    """Return the record of a new call. If it must not run (malformed, over a limit), its result says why."""
+    """Return the record of a new call. If the call must not run (malformed, over a limit), the result says why."""
     over_limit = limit_message(trajectory, call.tag, cfg)
     error_kind = "limit" if over_limit else call.error_kind
     return ToolCall(
@@ -273,7 +273,7 @@ def record_of(call: Call, trajectory: Trajectory, cfg: RolloutConfig) -> ToolCal
 
 
 def limit_message(trajectory: Trajectory, tag: str, cfg: RolloutConfig) -> str:
-    """Return the text that the model reads in place of a result if a further call is over a limit; else ""."""
+    """Return "", or, if a further call is over a limit, the text that the model reads in place of a result."""
     tags = [call.tag for call in trajectory.tool_calls]
     if len(tags) >= cfg.max_tool_calls:
         return LIMIT_REACHED.format(limit=cfg.max_tool_calls)

@@ -42,7 +42,7 @@ class LossInputs:
     logprobs: Tensor
     """(B, T) nats, log-probability of each token under the trained policy; has a gradient."""
     old_logprobs: Tensor
-    """(B, T) nats, under the policy before the update (loss.old_logprobs says who computed them)."""
+    """(B, T) nats, under the policy before the update (computed as loss.old_logprobs says)."""
     advantages: Tensor
     """(B, T), or a shape that broadcasts to it."""
     mask: Tensor

@@ -88,7 +88,7 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
 
 
 def _tools(m: Metrics, t: Trajectory) -> None:
-    """Add the tool calls. A call counts for the trajectory that made it, not for its branches."""
+    """Add the tool calls. A call counts for the trajectory that made the call, not for branches of this trajectory."""
     new_calls = t.own_tool_calls
     m.mean("tools/calls_per_trajectory", len(t.tool_calls))
     m.sum("tools/inherited", len(t.tool_calls) - len(new_calls))
@@ -227,7 +227,7 @@ class Metrics:
         self._entries[name] = (op, new_value, old_weight + weight)
 
     def _read(self) -> None:
-        """Turn the numbers on a GPU into floats, with one transfer."""
+        """Turn the numbers on a GPU into floats, with a single transfer."""
         tensors = [x for _, *numbers in self._entries.values() for x in numbers if not isinstance(x, float)]
         if not tensors:
             return

@@ -32,7 +32,7 @@ class Fork(NamedTuple):
 
     trajectory_id: str
     turn: int
-    """Index of the turn. Everything before it is shared, the tool result included. 0 makes a new root."""
+    """Index of the first turn that is not shared. The tool result before this turn is shared. 0 makes a new root."""
     score: float | None = None
     """The selector's score of the turn, for the record; None if chance chose."""
 
@@ -62,7 +62,8 @@ def turn_starts(group: Group) -> dict[tuple[str, int], Start]:
 
 
 def sampled_turns(group: Group) -> list[tuple[tuple[Trajectory, int], Start]]:
-    """Return ((trajectory, turn), start) of every turn of the tree, once: with the trajectory that sampled it."""
+    """Return ((trajectory, turn), start) of every turn of the tree. A shared turn comes once, with the trajectory that
+    sampled this turn."""
     by_id = {t.trajectory_id: t for t in group.trajectories}
     return [
         ((by_id[trajectory_id], turn), start)

@@ -1,9 +1,9 @@
 """The tool-calling, entropy-branching rollout: one event loop, no barrier between generation and tools.
 
-A turn that ends in calls starts them at once, while the other trajectories keep decoding. As soon as all results of the
-turn are there, the next turn is submitted (the engine's prefix cache makes that cheap). As soon as the first k tokens
-of that turn are known, the branch decision is taken, and children fork at the end of the results. Tokens in, tokens
-out: sampled tokens are never tokenised again, and only they get loss_mask 1.
+The calls at the end of a turn start at once, while the other trajectories keep decoding. As soon as all results of the
+turn are there, the next turn is submitted (the engine's prefix cache makes this cheap). As soon as the first k tokens
+of the next turn are known, the branch decision is taken, and children fork at the end of the results. Tokens in, tokens
+out: sampled tokens are never tokenised again, and only sampled tokens get loss_mask 1.
 
 Each random number is drawn from (seed, step, prompt, path in the tree, turn), and the budget is granted in canonical
 order (`BranchBudget`). So the order in which tools answer changes no decision. A retrospective selector (`EXPANSIONS`)
@@ -86,7 +86,7 @@ class Rollout:
         self.submit(live)
 
     def submit(self, live: Live) -> None:
-        """Let the engine sample the current turn, or the rest of it after a cut."""
+        """Let the engine sample the current turn, or after a cut the rest of the turn."""
         group = live.group
         turn = live.trajectory.turns[-1]
         sampled = live.trajectory.token_ids[turn.start :]
@@ -143,7 +143,7 @@ class Rollout:
         return chunk.ended_after(num_tokens, stop_string)
 
     def end_turn(self, live: Live, chunk: Chunk) -> None:
-        """Start the calls of the turn. Without calls: after an answer or a note go on, else end the trajectory."""
+        """Start the calls of the turn. Without calls: go on after an answer or a note; other text ends the trajectory."""
         trajectory = live.trajectory
         turn = trajectory.turns[-1]
         sampled = trajectory.token_ids[turn.start : turn.end]
@@ -161,7 +161,7 @@ class Rollout:
     # ---- it calls tools, and reads their results
 
     def start_calls(self, live: Live, calls: Sequence[Call]) -> None:
-        """Start all calls of the current turn. A malformed call, or one over a limit, gets its error at once."""
+        """Start all calls of the current turn. A call that is malformed or over a limit gets its error at once."""
         for index, call in enumerate(calls):
             record = record_of(call, live.trajectory, self.cfg)
             live.trajectory.turns[-1].tool_calls.append(record)
@@ -182,7 +182,7 @@ class Rollout:
         self.tools.start(call_id, call.tag, call.argument, context)
 
     def on_tool_result(self, call_id: str, result: ToolResult) -> None:
-        """Take the result of a call. The last one of a turn continues the trajectory."""
+        """Take the result of a call. The last result of a turn continues the trajectory."""
         live, index = self.calling.pop(call_id)
         calls = live.trajectory.turns[-1].tool_calls
         calls[index] = result.of(calls[index])
@@ -243,7 +243,7 @@ class Rollout:
     # ---- it is forked
 
     def decide(self, live: Live) -> None:
-        """Take the branch decision on the tool result before the current turn, if this trajectory has to take it."""
+        """Take the branch decision on the tool result before the current turn, if the decision is this trajectory's."""
         group = live.group
         if group.budget.open.get(live.path) != live.turn_index:
             return

@@ -12,7 +12,7 @@ from arpo.trajectory import Group, Trajectory
 
 
 def trained_on(group: Group) -> list[Trajectory]:
-    """Return the trajectories to train on: all but those that are left out (`Trajectory.is_left_out`)."""
+    """Return the trajectories to train on: all without `Trajectory.is_left_out`."""
     return [t for t in group.trajectories if not t.is_left_out]
 
 

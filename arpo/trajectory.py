@@ -32,7 +32,7 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question."""
+    """A question with its accepted answers."""
 
     prompt_id: str
     messages: list[dict[str, str]]
@@ -108,11 +108,11 @@ class Turn:
     result_end: int = 0
     """One past the last token of the tool results; equals `end` if no tool was called."""
     entropy: float | None = None
-    """Mean next-token entropy (nats) over the first k sampled tokens; None until it is measured."""
+    """Mean next-token entropy (nats) over the first k sampled tokens; None before the measurement."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """Calls at the end of the turn, in order: none in an answer, one with tags, one or more in JSON."""
     is_note: bool = False
-    """True if the policy was asked for a note. Its text is then neither a call nor an answer."""
+    """True if the policy was asked for a note. The turn's text is then neither a call nor an answer."""
     inherited: bool = False
     """True if a branch copied the turn from its parent. The tool calls were not executed again."""
     decision: BranchDecision | None = None
@@ -184,12 +184,12 @@ class Trajectory:
 
     @property
     def is_left_out(self) -> bool:
-        """True if it must not be trained on: after an infrastructure error, or if a reward term has no value."""
+        """True if not to be trained on: after an infrastructure error, or if a term of the reward has no value."""
         return self.stop_reason == StopReason.ERROR or (self.reward is None and self.reward_reason != "")
 
     @property
     def accuracy(self) -> float | None:
-        """Accuracy of the answer, from 0 to 1; None if the reward has no such part."""
+        """Accuracy of the answer, from 0 to 1; None for a reward without an accuracy."""
         return self.reward_parts.get("accuracy")
 
     @property
@@ -249,7 +249,7 @@ class Trajectory:
         return [*newest.token_ids, *self.token_ids[newest.start :]]
 
     def num_context_tokens(self, num_prompt_tokens: int) -> int:
-        """Return the number of tokens of `context`, minus those of the prompt."""
+        """Return the number of tokens of `context` without the prompt."""
         if not self.contexts:
             return len(self.token_ids)
         newest = self.contexts[-1]
@@ -262,7 +262,7 @@ class Trajectory:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Number of loss tokens, including those inherited from a parent."""
+        """Number of loss tokens, inherited tokens included."""
         return sum(self.loss_mask)
 
     @property
@@ -285,12 +285,12 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """The `group_size` trajectories of one prompt."""
+    """The `group_size` trajectories of a prompt."""
 
     prompt: Prompt
     trajectories: list[Trajectory]
     sampled_by: int | None = None
-    """Rank that sampled the group; if ranks share an engine, the first of them."""
+    """Rank that sampled the group; if ranks share an engine, the first rank of the team."""
 
     def for_custom_code(self, **overrides: float) -> Group:
         """Return a copy for a custom function, see `Trajectory.for_custom_code`. Every trajectory gets `overrides`."""

@@ -31,14 +31,14 @@ from arpo.batch import MicroBatch, Row, RowPaths, assign_to_ranks, collate, pack
 
 @dataclass(kw_only=True)
 class TreeBatch(MicroBatch):
-    """A MicroBatch of N unique tokens. The head scores each node once, also if several rows share it."""
+    """A MicroBatch of N unique tokens. The head scores each node once, even a node of several rows."""
 
     parents: torch.Tensor
     """(N,) each node's parent; 0 for the first token of a tree, which has no parent"""
     nodes: torch.Tensor
     """(B, T) each response token's node; -1 beyond a row's end"""
     loss_nodes: torch.Tensor
-    """(U,) nodes that are a loss token of at least one row, in ascending order"""
+    """(U,) nodes that are a loss token of any row, in ascending order"""
 
     def gather(self, node_values: torch.Tensor) -> torch.Tensor:
         """Return each response token's node value, (N, ...) -> (B, T, ...); 0 beyond a row's end. Differentiable."""

@@ -40,7 +40,7 @@ from arpo.tree import tree_microbatches
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The groups of one optimizer step. Every rank has all trajectories, but only its own micro-batches."""
+    """The groups of an optimizer step. Every rank has all trajectories, but only its own micro-batches."""
 
     groups: list[Group]
     trajectories: list[tuple[int, Trajectory]]
@@ -79,7 +79,7 @@ def fill_ref_logprobs(reference: Policy, micros: list[MicroBatch], temperature: 
 
 
 def fill_old_logprobs(policy: Policy, micros: list[MicroBatch], cfg: LossConfig, temperature: float) -> Metrics:
-    """Fill the policy's logprobs and entropies before the update. Return metrics of their distance from vLLM's."""
+    """Fill the policy's logprobs and entropies before the update. Return metrics of the distance to vLLM's logprobs."""
     metrics = Metrics()
     for micro in micros:
         with torch.no_grad():

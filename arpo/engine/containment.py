@@ -1,4 +1,4 @@
-"""Contain vLLM's side effects on our process: its output, environment variables, log, and errors at the start."""
+"""Contain vLLM's side effects on our process: output, environment variables, log, and errors at the start."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def silence() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ignore_gc_freeze() -> Iterator[None]:
-    """Turn gc.freeze and gc.unfreeze into no-ops, since vLLM calls them at its start and end.
+    """Turn gc.freeze and gc.unfreeze into no-ops, since vLLM calls both, at the start and at the end.
 
     After vLLM's gc.unfreeze the garbage collector would search the objects of all libraries: a second of computing
     that frees nothing.

@@ -3,7 +3,7 @@
 vLLM keeps a random generator per seeded request: two kernel launches per request and step. Here each row reads its
 noise from a SplitMix64 stream (Steele, Lea and Flood, 2014). The stream starts at a hash of seed and position, and the
 token is the index into the stream. So the tokens of a request do not depend on the other requests in the batch, on
-its row, on the chunks of its prompt, or on preemption.
+the request's row, on the chunks of the prompt, or on preemption.
 
     token = argmax over v of  logits[v] - log(E[v])       E[v] ~ Exponential(1), independent   (the Gumbel-max trick)
 
@@ -66,7 +66,7 @@ def draw(logits: Tensor, keys: Tensor, offsets: Tensor) -> Tensor:
 
 
 def compile_draw(vocab_size: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Compile `draw` to one fused kernel, for one row and for several, so that the rollout need not wait for it."""
+    """Compile `draw` to a fused kernel, for one row and for several, so that the rollout need not wait for the compiler."""
     compiled = torch.compile(draw, dynamic=True)
     # vLLM calls the sampler in inference mode. Tensors made outside of it would cause a second compilation later.
     with torch.inference_mode():

@@ -8,17 +8,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """Sampling settings of one request."""
+    """Sampling settings of a request."""
 
     max_tokens: int
     temperature: float = 1.0
     """Sampling temperature; 0 = greedy. All requests in flight that are not greedy share one value."""
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
-    """Texts that end the request. The output includes their tokens. The last token may hold more text than this."""
+    """Texts that end the request. The output includes all tokens of this text. The last token may go on after the text."""
     seed: int | None = None
-    """Seed of the request's random stream. Its tokens then do not depend on the rest of the batch (up to float
-    noise)."""
+    """Seed of the request's random stream. With a seed the sampled tokens do not depend on the rest of the batch (up to
+    float noise)."""
     num_entropy_tokens: int = 0
     """Entropies are computed for this many first tokens; 0 = none, -1 = all."""
     num_top_logprobs: int = 0
@@ -30,7 +30,7 @@ class SamplingSpec:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The output of one step for one request."""
+    """The output of a request in a step of the engine."""
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)

@@ -152,7 +152,7 @@ class Engine:
         return len(self.running)
 
     def submit(self, request_id: str, token_ids: list[int], spec: SamplingSpec) -> None:
-        """Queue a request; the next `step` starts it. At max_model_len tokens it ends with "length"."""
+        """Queue a request for the next `step`. A request ends at max_model_len tokens with "length"."""
         assert self.state == "ready", f"submit while the engine is {self.state}"
         assert request_id not in self.running, f"{request_id} is already in flight"
         assert len(token_ids) < self.max_model_len, f"{request_id}: {len(token_ids)} prompt tokens leave no room"
@@ -239,7 +239,7 @@ class Engine:
         )
 
     def abort(self, request_ids: list[str]) -> None:
-        """Stop these requests and forget them. Unknown and finished requests are ignored."""
+        """Stop and forget the requests. Unknown and finished requests are ignored."""
         running = [request_id for request_id in request_ids if self.running.pop(request_id, None)]
         if running:
             self.llm.llm_engine.abort_request(running)
@@ -339,7 +339,7 @@ class Engine:
             self.kv_asleep = True
 
     def wake_up(self) -> None:
-        """Allocate the weights' GPU memory again. sync_weights must fill it; it also restores the KV cache."""
+        """Allocate the weights' GPU memory again. Then sync_weights must fill it and restore the KV cache."""
         if self.state == "asleep":
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])

@@ -1,7 +1,7 @@
-"""Weight sync gathers FSDP2 shards to full tensors, one bucket per collective, so that no rank needs a second model.
+"""Weight sync gathers FSDP2 shards to full tensors, a bucket per collective, so that no rank needs a second model.
 
-One all-gather per parameter would cost the latency of some hundred collectives. Here many shards share one flat
-buffer, already cast to the engine's dtype. The next bucket is gathered while vLLM loads the one before.
+An all-gather for each parameter would cost the latency of some hundred collectives. Here many shards share a flat
+buffer, already cast to the engine's dtype: the bucket. While vLLM loads a bucket, the next is gathered.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def full_tensors(
 
 
 def is_row_sharded(parameter: torch.Tensor) -> bool:
-    """True if FSDP2 split the rows over one mesh dimension with several ranks, and copied them over the others."""
+    """True if FSDP2 split the rows over a single mesh dimension with several ranks, and copied over all others."""
     if not isinstance(parameter, DTensor):
         return False
     dims = zip(parameter.placements, parameter.device_mesh.shape, strict=True)

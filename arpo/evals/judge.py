@@ -82,7 +82,7 @@ class Verdict:
 
 
 class Judge:
-    """One endpoint and its cache of replies. `judge` is not thread-safe."""
+    """An endpoint with a cache of replies. `judge` is not thread-safe."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Judge:
         return chat_request(self.cfg.model, prompt, max_tokens=MAX_TOKENS, temperature=0.0)
 
     def client(self) -> HttpClient:
-        """Return a client of the endpoint, for one event loop. The caller must close it."""
+        """Return a client of the endpoint, for a single event loop. The caller must close the client."""
         return HttpClient(
             BACKEND,
             chat_url(self.cfg.url),
@@ -211,7 +211,7 @@ def parse_verdict(reply: str) -> Verdict:
 
 
 def _sanitize(text: str) -> str:
-    """Cut a text to MAX_FIELD_CHARS, defuse our tags in it, and replace surrogates (UTF-8 cannot encode them)."""
+    """Cut a text to MAX_FIELD_CHARS, defuse our tags, and replace surrogates, for which UTF-8 has no encoding."""
     text = _OUR_TAGS.sub(r"[\1]", text.encode(errors="replace").decode())
     half = MAX_FIELD_CHARS // 2
     return text if len(text) <= MAX_FIELD_CHARS else f"{text[:half]}\n[...]\n{text[-half:]}"

@@ -32,11 +32,11 @@ FOLDER = "trajectories"
 
 @dataclass(frozen=True)
 class Record:
-    """One finished trajectory of an evaluation."""
+    """A finished trajectory of an evaluation."""
 
     prompt: Prompt
     trajectory: Trajectory
-    """The trajectory, `compact`: its lists of numbers per token are arrays."""
+    """The trajectory, `compact`: lists of numbers per token are arrays."""
     benchmark: str
     """Name in the table of benchmarks, or stem of the question file."""
     sample: int
@@ -46,7 +46,7 @@ class Record:
     wall_s: float
     """Seconds from the first token to the end. Includes tool calls, not the wait for a slot in the batch."""
     tools: tuple[str, ...] = PAPER_TOOLS
-    """Tags of all loaded tools. Their calls must be well-formed."""
+    """Tags of all loaded tools. Calls of these tools must be well-formed."""
     protocol: str = "tags"
     """The protocol.format of the run."""
 
@@ -147,12 +147,12 @@ def make_record(trajectory: Trajectory, row: dict[str, Any], place: str) -> Reco
 
 @dataclass(frozen=True)
 class Grade:
-    """The grade of one trajectory."""
+    """The grade of a trajectory."""
 
     question_id: str
     sample: int
     scores: dict[str, float]
-    """Name -> score. It has `judge` only if the judge's verdict could be read."""
+    """Name -> score. `judge` is missing if the judge's verdict could not be read."""
     correct: float
     """Share of correctness, 0..1. A sample counts as solved at 1."""
     metric: str

@@ -1,6 +1,6 @@
 """The report of an evaluation: RUN/{scores.json, report.md, grades/<benchmark>.jsonl}.
 
-It depends only on records and grades, so it can be written again at any time, with the same result.
+The report depends only on records and grades, so the same report can be written again at any time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ JUDGE_REASONS = {
 
 
 def grade_and_report(run: Path, reward: RewardConfig, judge: Judge | None) -> None:
-    """Grade all records of a run, write its report, and print its path. Raises UserError if there are no records."""
+    """Grade all records of a run, write the report, and print where it is. Raises UserError if there are no records."""
     if begun_settings(run).get("script") != "evaluate":
         raise UserError(f"{run / 'config.yaml'}: no settings of evaluate.py; is {run} the folder of an evaluation?")
     unordered: dict[str, list[Record]] = {}

@@ -1,6 +1,6 @@
-"""Resume an evaluation in its run folder, with the same settings, and record each start.
+"""Resume an evaluation in the same run folder with the same settings, and record each start.
 
-RUN/config.yaml        the settings, with digests of the files they name (log/settings.py)
+RUN/config.yaml        the settings, with digests of all named files (log/settings.py)
 RUN/sessions.jsonl     each start with questions to sample: date, code, command, and numbers of overlong questions
 """
 

@@ -43,7 +43,7 @@ def with_interval(mean: float, low: float, high: float, sign: str = "", digits: 
 
 
 def replace_file(path: Path, parts: Iterable[str]) -> None:
-    """Write a file from these parts. A reader sees the old file or the complete new one."""
+    """Write a file from parts. A reader sees the old file or the complete new file."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # may be a link, in a run folder from somebody else
     with temporary.open("x", encoding="utf-8", errors="replace") as file:

@@ -13,7 +13,7 @@ from arpo.start.inputs import NUM_ROWS, check_run
 
 
 def check_sft(cfg: Any) -> None:
-    """Raise UserError if a file of train_sft.py's config is missing, or if its first rows cannot be used."""
+    """Raise UserError if a file of train_sft.py's config is missing, or if the first rows of a file cannot be used."""
     check_model_folder(cfg.model.path)
     for path in filter(None, (cfg.data.train, cfg.data.valid)):
         parse = form_of(cfg.protocol.format).parse_row

@@ -1,4 +1,4 @@
-"""Tokenised conversations on disk. All ranks together write them once; then they are read row by row.
+"""Tokenised conversations on disk. All ranks together write the tokens once, and then read row by row.
 
     runs/NAME/tokens/train/manifest.json   origin of the tokens, and number of rows
                            part_00000.bin  little-endian uint32 per token: id * 2 + loss mask; one file per rank
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 OVERLONG = "overlong.jsonl"
 FORMAT = 5
-"""Version of the stored tokens. Raise it if the same file would give other tokens, or another layout on disk."""
+"""Version of the stored tokens. Raise the number if the same file would give other tokens or another layout on disk."""
 
 
 class ConversationRows(Sequence):
@@ -78,7 +78,7 @@ class ConversationRows(Sequence):
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> Row:
-        """Read row `index`. Its "response" begins with the first token in the loss."""
+        """Read row `index`. The "response" begins with the first token in the loss."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         part = int(np.searchsorted(self._first_rows, index, side="right")) - 1
@@ -114,7 +114,7 @@ def tokenise(path: str | Path, cfg: SFTDataConfig, codec: Codec, *, folder: Path
 
 
 def _write(path: str | Path, cfg: SFTDataConfig, codec: Codec, *, folder: Path, ranks: Ranks, origin: dict) -> None:
-    """Write all parts into a temporary folder, then rename it, so that a stopped run leaves no half folder."""
+    """Write all parts into a temporary folder, then rename the folder. So a stopped run leaves no half folder."""
     logger.info("tokenising %s", path)
     building = folder.with_name(f"{folder.name}.building")
     if ranks.is_main:
@@ -148,7 +148,7 @@ def _write(path: str | Path, cfg: SFTDataConfig, codec: Codec, *, folder: Path, 
 
 
 class _Part(NamedTuple):
-    """What one rank found in its part of the file."""
+    """What a rank found in its part of the file."""
 
     lengths: array
     """Number of tokens of each row that was written."""
