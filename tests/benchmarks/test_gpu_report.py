@@ -100,7 +100,8 @@ def test_a_section_imports_a_package_that_only_the_callers_pythonpath_names(outc
 
 def test_no_benchmark_sets_pythonpath_for_itself():
     files = [path for path in (ROOT / "benchmarks").rglob("*.py") if '"PYTHONPATH"' in path.read_text()]
-    assert [path.name for path in files] == ["children.py"]
+    # offline.py adds the folder of the wheels that it has carried, and keeps what the caller had
+    assert sorted(path.name for path in files) == ["children.py", "offline.py"]
 
 
 def test_a_section_that_fails_or_hangs_keeps_the_numbers_it_had(outcome):
