@@ -24,15 +24,12 @@ import torch
 from torch import Tensor
 
 from arpo.config.returned import ask, instance, tensor
+from arpo.kl import MAX_LOG_RATIO, token_kl
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
 
 ENTROPY_STEP = 0.001
 """Change of the entropy coefficient per training step, with loss.entropy_target."""
-MAX_K3 = 10.0
-"""Upper bound of k3's value, as in the released code."""
-MAX_LOG_RATIO = 20.0
-"""Bound of a log ratio: exp(20) is far outside every clip range, and still finite in float32."""
 
 
 @dataclass(frozen=True)
@@ -273,42 +270,6 @@ def mean_over_turns(values: Tensor, mask: Tensor) -> Tensor:
     sums = torch.where(is_in, values[..., None], 0.0).sum(1)  # (B, turns + 1)
     means = sums / is_in.sum(1).clamp(min=1)
     return means.gather(1, turn_ids)
-
-
-def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy || reference) for each token. (B, T), (B, T) -> (B, T) nats, differentiable in `logprobs`.
-
-    With d = logprobs - ref_logprobs (http://joschu.net/blog/kl-approx.html). In the loss only the *gradient* counts, in
-    expectation over the policy's samples:
-
-        estimator  value             expected value  d value / d logprobs  expected gradient is that of
-        k1         d                 KL              1                     nothing: it is 0, whatever the reference
-        abs        |d|               above KL        sign(d)               the total variation distance (times 2)
-        k2         d^2 / 2           biased          d                     KL(policy || reference)
-        k3         exp(-d) + d - 1   KL              1 - exp(-d)           KL(reference || policy)
-
-    So k1 belongs into the reward. k3's log ratio is bounded by 20 and its value by 10, as in the released code. Beyond
-    a bound the gradient is 0.
-
-    logprobs -1, ref_logprobs -2: k1 and abs 1, k2 0.5, k3 0.368.
-    """
-    difference = logprobs - ref_logprobs
-    kl = ask("loss.kl_estimator", estimator, KL_ESTIMATORS, difference)
-    return tensor(kl, f"loss.kl_estimator={estimator}: the KL", tuple(difference.shape))
-
-
-def k3(difference: Tensor) -> Tensor:
-    """exp(-d) + d - 1, bounded as `token_kl` says."""
-    log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (log_ratio.exp() - 1 - log_ratio).clamp(-MAX_K3, MAX_K3)
-
-
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda difference: difference,
-    "abs": torch.abs,
-    "k2": lambda difference: 0.5 * difference.square(),
-    "k3": k3,
-}
 
 
 def aggregate(token_loss: Tensor, mask: Tensor, aggregation: str, denominator: float | None) -> Tensor:

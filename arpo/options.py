@@ -318,7 +318,7 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         check_name("loss.kind", self.kind, "losses", "TOKEN_LOSSES")
-        check_name("loss.kl_estimator", self.kl_estimator, "losses", "KL_ESTIMATORS")
+        check_name("loss.kl_estimator", self.kl_estimator, "kl", "KL_ESTIMATORS")
         check_name("loss.aggregation", self.aggregation, "losses", "AGGREGATIONS")
         check_name(
             "loss.rollout_correction", self.rollout_correction, "rollout_correction", "ROLLOUT_CORRECTIONS", "none"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from arpo.config.returned import ask, instance, tensor
-from arpo.losses import MAX_LOG_RATIO, mean_over_sequence
+from arpo.kl import MAX_LOG_RATIO
+from arpo.losses import mean_over_sequence
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
 

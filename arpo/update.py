@@ -14,13 +14,13 @@ import torch
 from arpo.advantages import CRITIC_ESTIMATORS, CriticEvidence, assign_advantages, token_advantages
 from arpo.batch import MicroBatch, microbatches, row_of
 from arpo.config.sections import UpdateConfig
+from arpo.kl import token_kl
 from arpo.log.nonfinite import NonFinite
 from arpo.losses import (
     LossInputs,
     loss_denominator,
     mean_and_std,
     policy_loss,
-    token_kl,
     token_moments,
     uses_entropy_statistics,
 )

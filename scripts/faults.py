@@ -12,12 +12,14 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("over = (inputs.advantages < 0) & ", "over = "),
         ("ratio.clamp(low, high).detach()", "ratio.clamp(low, high)"),
         ("above & inputs.mask, high * ratio / ratio.detach()", "above & inputs.mask, high * ratio.detach() / ratio"),
-        ("0.5 * difference.square()", "difference.square()"),
-        ("(-difference).clamp(-MAX_LOG_RATIO", "difference.clamp(-MAX_LOG_RATIO"),
         ("mean * mean) / (count - 1)", "mean * mean) / count"),
         ("(losses.sum(-1) / mask.sum(-1).clamp(min=1)", "(losses.sum(-1) / mask.shape[-1]"),
         ("ENTROPY_STEP, self.loss.entropy_target - entropy", "ENTROPY_STEP, entropy - self.loss.entropy_target"),
         ("== all_ids) & mask[..., None]", "== all_ids)"),
+    ],
+    ("kl", "test_kl"): [
+        ("0.5 * difference.square()", "difference.square()"),
+        ("(-difference).clamp(-MAX_LOG_RATIO", "difference.clamp(-MAX_LOG_RATIO"),
     ],
     ("advantages", "test_advantages test_tree_credits"): [
         ("group.std(unbiased=True)", "group.std(unbiased=False)"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.losses import loss_of
 
-from arpo.losses import KL_ESTIMATORS, token_kl
+from arpo.kl import KL_ESTIMATORS, token_kl
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from train_rl import RLConfig
 
 DICTS = [
     ("losses", "TOKEN_LOSSES"),
-    ("losses", "KL_ESTIMATORS"),
+    ("kl", "KL_ESTIMATORS"),
     ("losses", "AGGREGATIONS"),
     ("rollout_correction", "ROLLOUT_CORRECTIONS"),
     ("advantages", "GROUP_ESTIMATORS"),
@@ -90,7 +90,8 @@ def test_a_dict_that_is_not_there_is_an_error_of_ours():
 
 MINE = """
 from arpo.advantages import grpo, hard
-from arpo.losses import AGGREGATIONS, gspo, k3
+from arpo.kl import k3
+from arpo.losses import AGGREGATIONS, gspo
 from arpo.retrospective import Fork
 from arpo.rollout_correction import ROLLOUT_CORRECTIONS
 
@@ -168,7 +169,7 @@ def test_a_file_or_name_that_is_not_there_is_said_before_anything_is_imported(mi
     for value, words in (
         ("none.py:f", "loss.kind=none.py:f: there is no such file; check the path"),
         ("mine.py:gpso", "loss.kind=mine.py:gpso: mine.py does not define 'gpso'; did you mean 'gspo'?"),
-        ("mine.py:zzzzz", "mine.py does not define 'zzzzz'; it has grpo, hard, AGGREGATIONS"),
+        ("mine.py:zzzzz", "mine.py does not define 'zzzzz'; it has grpo, hard, k3, AGGREGATIONS"),
         ("broken.py:f", "broken.py is not valid Python (SyntaxError: "),
     ):
         with pytest.raises(UserError) as caught:

@@ -21,7 +21,8 @@ from arpo.advantages import assign_advantages, token_advantages
 from arpo.branching import Evidence, decide
 from arpo.config.named import is_own
 from arpo.errors import UserError
-from arpo.losses import LossInputs, policy_loss, token_kl
+from arpo.kl import token_kl
+from arpo.losses import LossInputs, policy_loss
 from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig, is_retrospective
 from arpo.protocol import Codec
 from arpo.protocol.contexts import ContextEvidence, next_context
