@@ -66,7 +66,7 @@ def draw(logits: Tensor, keys: Tensor, offsets: Tensor) -> Tensor:
 
 
 def compile_draw(vocab_size: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Compile `draw` to a fused kernel, for one row and for several, so that the rollout need not wait for the compiler."""
+    """Compile `draw` to a fused kernel, for one row and for several: so the rollout need not wait for the compiler."""
     compiled = torch.compile(draw, dynamic=True)
     # vLLM calls the sampler in inference mode. Tensors made outside of it would cause a second compilation later.
     with torch.inference_mode():

@@ -15,7 +15,7 @@ class SamplingSpec:
     """Sampling temperature; 0 = greedy. All requests in flight that are not greedy share one value."""
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
-    """Texts that end the request. The output includes all tokens of this text. The last token may go on after the text."""
+    """Texts that end the request. The output includes all tokens of this text; the last token may go on after it."""
     seed: int | None = None
     """Seed of the request's random stream. With a seed the sampled tokens do not depend on the rest of the batch (up to
     float noise)."""
