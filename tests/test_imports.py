@@ -20,7 +20,7 @@ SCRIPTS = ["train_sft", "train_rl", "evaluate"]
 MODULES = sorted((ROOT / "arpo").rglob("*.py"))
 PURE_CORE = [
     "trajectory", "protocol", "branching", "branching_signal", "growing", "retrospective", "selection",
-    "advantages", "losses", "batch", "tree", "rewards", "metrics",
+    "advantages", "losses", "kl", "batch", "tree", "rewards", "metrics",
 ]  # fmt: skip
 PURE_IMPORTS = {"numpy", "torch", "math_verify", "latex2sympy2_extended", "sympy"}
 GROUND = ("arpo.jail", "arpo.errors", "arpo.config", "arpo.options")

@@ -14,6 +14,8 @@ from extras.ablation.results import draw_forest, estimate, estimate_share
 
 RIVALS = ("grpo", "grpo_keep", "grpo_dr")
 COSTS = {"calls": "tool calls", "tokens": "sampled tokens", "steps": "steps"}
+TOLERANCE = 0.1
+"""Share of failed seeds by which two settings may differ and still count as equally safe: chance does as much."""
 COLLAPSED = 0.8
 """A run has collapsed if the last accuracy on held-out trails is below this share of the highest accuracy."""
 Comparison = dict[Setting, dict[int, dict]]
@@ -40,14 +42,19 @@ def rank_of(rule: str) -> tuple[int, str]:
 
 
 def strongest_rival(runs: Comparison) -> Setting | None:
-    """Return GRPO's best setting on exactly these seeds: first the fewest failed seeds count, then the fewest calls."""
-    rivals = [setting for setting in runs if setting.rule in RIVALS]
-    return min(rivals, key=lambda setting: _failures_and_calls(runs[setting]), default=None)
+    """Return GRPO's best setting on exactly these seeds: the one with the fewest calls of the safe ones.
 
-
-def _failures_and_calls(of_setting: dict[int, dict]) -> tuple[float, float]:
-    known = [calls for line in of_setting.values() if (calls := cost(line))]
-    return 1 - len(known) / len(of_setting), fmean(known) if known else math.inf
+    Safe are the settings whose share of failed seeds is at most TOLERANCE above the smallest share.
+    """
+    failures = {}
+    calls = {}
+    for setting, of_setting in runs.items():
+        if setting.rule in RIVALS:
+            known = [number for line in of_setting.values() if (number := cost(line))]
+            failures[setting] = 1 - len(known) / len(of_setting)
+            calls[setting] = fmean(known) if known else math.inf
+    safe = [setting for setting in calls if failures[setting] <= min(failures.values()) + TOLERANCE]
+    return min(safe, key=calls.__getitem__, default=None)
 
 
 def ratios(ours: dict[int, dict], theirs: dict[int, dict], what: str) -> dict[str, float]:

@@ -107,11 +107,12 @@ def train(folder: Path, flags: list[str], positions: str, to_the_end: bool, max_
 
     os.environ["FORK_POSITIONS"] = positions
     rows: list[dict] = []
+    # Opened once: a run that outlives a killed parent then writes to its own file, not to that of the repeated run.
+    file = (folder / "curve.jsonl").open("a", buffering=1)
 
     def is_enough(values: Mapping[str, float]) -> bool:
         rows.append({name: round(values[metric], 5) for name, metric in COLUMNS.items() if metric in values})
-        with (folder / "curve.jsonl").open("a") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
+        file.write(json.dumps(rows[-1]) + "\n")
         first = step_learnt({key: [row[key] for row in rows] for key in ("decisive", "certain")})
         if to_the_end:
             return first is not None and len(rows) >= max(2 * first, first + 8)

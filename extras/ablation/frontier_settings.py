@@ -37,6 +37,8 @@ WORLDS = {
 POSITIONS = f"{ROOT / 'extras/ablation/positions.py'}:positions"
 DR_GRPO = ["--advantage.dead_groups", "keep", "--advantage.normalize", "none"]
 """Dr. GRPO (arXiv 2503.20783): rewards minus the mean of the group, not divided by the standard deviation."""
+DECAY = ["--optim.schedule", "linear"]
+"""A learning rate that falls to 0 at World.max_steps."""
 RULES: dict[str, list[str]] = {
     "grpo": ["--branching.selector", "none"],
     "top_h": ["--branching.selector", "top_h"],
@@ -53,11 +55,13 @@ RULES: dict[str, list[str]] = {
     "top_h_keep": ["--branching.selector", "top_h", "--advantage.dead_groups", "keep"],
     "grpo_dr": ["--branching.selector", "none", *DR_GRPO],
     "top_h_dr": ["--branching.selector", "top_h", *DR_GRPO],
+    "grpo_decay": ["--branching.selector", "none", *DECAY],
+    "top_h_decay": ["--branching.selector", "top_h", *DECAY],
 }
 """Rule -> the flags of train_rl.py. Rules with "keep" in the name count groups with all rewards equal in the mean of
 the loss; the other rules leave these groups out. `positions` is the blind control: it forks as often at each turn as
 top_h, and ignores the entropies. It must run after top_h."""
-WITHOUT_ROOTS = ("grpo", "grpo_keep", "grpo_dr", "aepo")
+WITHOUT_ROOTS = ("grpo", "grpo_keep", "grpo_dr", "grpo_decay", "aepo")
 
 
 def is_custom(rule: str) -> bool:
