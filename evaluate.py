@@ -1,4 +1,4 @@
-"""Evaluation: sample answers to benchmarks or question files, without branching, then grade them and write a report.
+"""Evaluation: sample answers to benchmarks or question files, without branching, grade the answers, write a report.
 
     torchrun --nproc_per_node 8 evaluate.py configs/qwen2.5_7b.yaml configs/eval.yaml --model.path MODEL
     python evaluate.py --model.path MODEL --eval.files my_questions.jsonl --eval.num_samples 4

@@ -143,7 +143,7 @@ class Rollout:
         return chunk.ended_after(num_tokens, stop_string)
 
     def end_turn(self, live: Live, chunk: Chunk) -> None:
-        """Start the calls of the turn. Without a call: go on after an answer or a note, or end the trajectory."""
+        """Start the calls of the turn. Without calls: go on after an answer or note; other text ends the trajectory."""
         trajectory = live.trajectory
         turn = trajectory.turns[-1]
         sampled = trajectory.token_ids[turn.start : turn.end]

@@ -3,7 +3,7 @@
     python benchmarks/exchange.py [--quick] [--ranks 8]
 
 Baseline: pickles of the groups as sampled, with Python lists of numbers per token. Ours: arrays (arpo/engine/team.py).
-One process does the work of one rank, without a network. The two take turns, and medians are compared.
+A process does the work of a rank, without a network. Baseline and ours take turns, and medians are compared.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 
 A section is a test of tests/test_gpu*.py, a benchmark, a run of train_rl.py, or a check that takes all GPUs (ranks/).
 Each runs in a separate process with a time limit, so that a crash, a hang or an empty memory does not affect the
-others. Tests without an engine share a process; those that fail there run again alone. A section is skipped if GPUs or
-packages that it names are missing, or if --total-min minutes are over. If it lacks a package that it does not name, it
-has failed. A section that fails keeps the numbers that it had by then.
+others. Tests without an engine share a process; a failed test runs again alone. A section is skipped if GPUs or
+packages from its list are missing, or if --total-min minutes are over. If any other package is missing, the section
+has failed. A failed section keeps the numbers from before the failure.
 
 OUT/report.json and OUT/report.md are rewritten after each section. OUT/logs.txt has the output of all sections, with
 vLLM's output and the stacks of a section that hung. OUT/running.txt has the output of the present section, and
@@ -176,7 +176,7 @@ def absent_packages(outcomes: list[Outcome]) -> str:
 
 
 def run_before(deadline: float, section: Section, device: str, log: Path, limit_s: float, *, quick: bool) -> Outcome:
-    """Run a section until the deadline. If only the deadline stopped it, it is skipped and has not failed."""
+    """Run a section until the deadline. A section stopped only by the deadline is skipped, not failed."""
     left_s = deadline - time.monotonic()
     if left_s > 0:
         outcome = run(section, device, log, quick=quick, limit_s=min(limit_s, left_s))

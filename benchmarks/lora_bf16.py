@@ -47,7 +47,7 @@ RANK, ALPHA = 32, 64
 
 
 def is_sum(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> dict[str, float]:
-    """The reward: 1.0 if the first number of the response is the sum, 0.1 if it is another one, else 0.0."""
+    """The reward: 1.0 if the first number of the response is the sum, 0.1 for another number, 0.0 without a number."""
     found = re.search(r"\d+", solution_str.replace(",", ""))
     is_right = found is not None and found[0] == ground_truth
     return {"score": 1.0 if is_right else 0.1 * (found is not None), "accuracy": float(is_right)}

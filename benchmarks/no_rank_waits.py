@@ -93,7 +93,7 @@ NUM_STEPS = {8: 8, 16: 4, 64: 4, 1024: 1}
 """Ranks -> measured steps."""
 NUM_VALID = 512
 NUM_STEPS_BEFORE = 3
-"""Steps before the measured ones, where groups are carried: the first steps carry less than later ones."""
+"""Steps before the measured steps, where groups are carried: the first steps carry less than later steps."""
 MAX_RANKS_OF_ALL_MODES = 64
 MIN_STEPS_CARRIED = 2
 """At least so many measured steps where groups are carried: if many groups end in one step, few do in the next."""
@@ -317,7 +317,7 @@ def measure(work: Workload, mode: Mode, *, num_ranks: int, num_steps: int, codec
 
 
 def table(workloads: list[str], ranks: list[int], *, quick: bool, codec: Codec) -> dict[tuple[str, int, str], Measured]:
-    """Measure and print all modes of these workloads on these numbers of ranks."""
+    """Measure and print all modes of the workloads on each number of ranks."""
     results: dict[tuple[str, int, str], Measured] = {}
     columns = "workload | ranks | prompts | step s | over ideal | critical | idle | cut off | stale | steps | at most"
     print(f"| {columns} |\n{'|---' * (columns.count('|') + 1)}|")

@@ -2,10 +2,10 @@
 
     python benchmarks/play_trace.py [--quick] [--record RUN ...]
 
-First table: the cost model against eight published step times (shared/published.py). Three of them are used for fits.
-Of the other five the model predicts three within 15 %. None of these three holds under all assumptions about the
+First table: the cost model against eight published step times (shared/published.py). Three times are used for fits.
+Of the other five the model predicts three within 15 %. None of the three holds under all assumptions about the
 unpublished facts: lengths of later turns (verl-tool), spread of lengths within a prompt (verl), the cost of a draft
-(SkyRL). So the model's seconds say nothing of other people's machines. They compare schedules on the same engine.
+(SkyRL). So the model's seconds say nothing of other people's machines, but compare schedules on the same engine.
 
 Then the trace: six real runs of a 135M model on the long GSM8K task (shared/recorded_trace.py). It has the tokens of
 prompts, turns and results, the seconds of calls, entropies, and the places of forks.

@@ -11,7 +11,7 @@ sides.
 Two models. The first ends a completion at random, on average after half of the limit: real completions differ in length
 too (`ratio`). The second hardly ever ends, so all completions have the length of the limit (`ratio_equal_lengths`).
 
-TRL needs its own virtual environment (a gigabyte). A run without --quick makes it if it is missing.
+TRL needs a separate virtual environment (a gigabyte). A run without --quick makes a missing environment.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def disk_mib(path: Path) -> float:
 
 
 def measure(num_passages: int, num_queries: int) -> dict[str, dict[str, float]]:
-    """Write a corpus, print and return the results of `ask` on it, and delete it."""
+    """Write a corpus, print and return the results of `ask`, and delete the corpus."""
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus.jsonl"
         queries = write_corpus(corpus, num_passages, num_queries)

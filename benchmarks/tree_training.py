@@ -8,7 +8,7 @@ budget per micro-batch. Times are medians of alternating repeats: CPU seconds of
 not count), or seconds on a GPU.
 
 A second measurement has a new context for each turn, without the first half (the thoughts) of every earlier turn
-(rollout.context=strip_thoughts). There flat packing has one sample per context.
+(rollout.context=strip_thoughts). There flat packing has a sample per context.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python benchmarks/weight_sync.py [--quick]          (starts its own ranks: one per GPU; without a GPU two)
 
-On a CPU it measures CPU seconds of a rank; other work on the machine hardly changes them.
+On a CPU the script measures CPU seconds of a rank, which other work on the machine hardly changes.
 
 Also shown: the same sync with one all-gather per parameter (as `DTensor.full_tensor` does); and one cast of the same
-parameters. No sync can be faster than the cast. It reads twice the bytes of the memcpy, as the masters are float32.
+parameters. No sync can be faster than the cast. The cast reads twice the memcpy's bytes, as the masters are float32.
 
 `over_gather` is the sync / (cast + gather). The value is always above 1: vLLM copies the gathered weights into its
 layers, at least one more memcpy. On a CPU the engine also packs each matrix into oneDNN's layout; a GPU's engine does

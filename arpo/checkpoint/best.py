@@ -1,4 +1,4 @@
-"""RUN/best: the Hugging Face folder with the best validation. It stays when its checkpoint is deleted.
+"""RUN/best: the Hugging Face folder with the best validation. The folder stays when the checkpoint is deleted.
 
     runs/NAME/best -> checkpoints/best_000100      hard links to the files of checkpoints/step_000100/hf
 

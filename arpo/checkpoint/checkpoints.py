@@ -4,8 +4,8 @@
     checkpoints/latest
 
 A checkpoint is written to a temporary folder, and a manifest lists its files with sizes and checksums. Then the folder
-is renamed, and only then `latest` names it. The distributed checkpoint format (DCP) itself detects neither unfinished
-folders nor flipped bytes (measured).
+is renamed, and only then `latest` names the folder. The distributed checkpoint format (DCP) itself detects neither
+unfinished folders nor flipped bytes (measured).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint: its shards of models and optimizer moments, and its random states."""
+"""A rank's part of a checkpoint: shards of models and optimizer moments, and random states."""
 
 from __future__ import annotations
 

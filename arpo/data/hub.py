@@ -41,7 +41,7 @@ _ADDRESS = re.compile(
     rf"(?:hf://|https://huggingface\.co/)datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>{_REVISION}))?"
     rf"(?:/(?:blob|resolve|tree)/(?P<branch>{_REVISION}))?(?:/(?P<file>[^?]+?))?/?(?:\?.*)?"
 )
-"""Addresses of a data set or its file, as the Hub's pages and its file system have them. Their parts are URL-quoted."""
+"""Addresses of a data set or a file, as on the Hub's pages and in the Hub's file system. All parts are URL-quoted."""
 _SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
 """The end of a model folder's path in the Hub's cache."""
 SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", "README.md")
@@ -104,7 +104,7 @@ def pin(option: str, name: str, previous: str = "") -> str:
 
 
 def local_file(name: str) -> Path:
-    """Return the local path of a name. It is fetched unless it is in the cache. Raises UserError."""
+    """Return the local path of a name. A file that is not in the cache is fetched. Raises UserError."""
     wanted = parse(name)
     if wanted is None:  # `name` is a path
         return Path(name)
@@ -199,7 +199,7 @@ def _check_answer(response: Any) -> None:
 
 
 def _fetch(subject: str, wanted: HubFile) -> tuple[Path, HubFile]:
-    """Fetch the file unless it is in the cache. Return its path and its pinned name. Errors begin with `subject`."""
+    """Fetch a file that is not in the cache. Return path and pinned name of the file. Errors begin with `subject`."""
     from huggingface_hub import hf_hub_download
 
     _check_answers()

@@ -35,7 +35,7 @@ class PromptOrder:
         return self.num_prompts // self.num_per_step
 
     state: object = None
-    """State of a custom order, as JSON values. `add` updates it; checkpoints store it, and a resumed run sets it."""
+    """State of a custom order, as JSON values. `add` updates the state; checkpoints store it, a resumed run sets it."""
 
     def add(self, groups: Sequence[Group]) -> dict[str, float]:
         """Called with a step's groups, once they have rewards; the same groups on all ranks. Return metrics."""

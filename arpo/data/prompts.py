@@ -1,6 +1,6 @@
 """Reads the rows of a file as prompts.
 
-It reads all common schemas: the published RL files, the evaluation files with their various field names, and the simple
+All common schemas are read: the published RL files, the evaluation files with various field names, and the simple
 schema `prompt, answer, data_source, tools`. A few bad rows are skipped with a warning. Many bad rows are a UserError
 with file, row and field.
 """

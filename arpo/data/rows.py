@@ -73,7 +73,7 @@ def _parquet_rows(path: Path, part: int, num_parts: int) -> Iterator[tuple[str, 
 
 
 def _as_written(value: Any, kind: Any) -> Any:
-    """Return a value as it was before it was written to parquet.
+    """Undo the changes that writing to parquet made to a value.
 
     `datasets` writes values whose type differs between rows as JSON text (its Json type). Parquet gives every object
     the keys of all objects, with null for the keys that an object did not have.

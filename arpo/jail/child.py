@@ -4,7 +4,7 @@ Hostile text may hang its parser, fill the memory, or take over the process. So 
 jailed, with limits on time and memory, and without the keys of the environment. A program is a file with two
 functions:
 
-    prepare()           imports its modules; called once, before the jail closes
+    prepare()           imports modules; called once, before the jail closes
     answer(request)     returns the answer to one request; request and answer are JSON values
 
     child = Child(Path("parser.py"), memory_bytes=2 << 30, cpu_s=2.0, wall_s=60.0)

@@ -1,7 +1,7 @@
 """Alarms: warn if a metric leaves its band, since a collapse often begins like this.
 
-The band is around the median of the metric's last steps, so it follows slow changes. One step outside may be chance. At
-the second in a row a line warns, and under run.stop_on_collapse the run ends.
+The band is around the median of the metric's last steps, and so follows slow changes. A single step outside may be
+chance. At the second in a row a line warns, and under run.stop_on_collapse the run ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IN_A_ROW = 2
 """This many steps outside the band in a row raise an alarm."""
 MOSTLY_SOLVED = 0.5
 LARGE_MISMATCH = 1e-3
-"""A `mismatch/kl` (nats) above this one is worth a correction. Between the kernels of bfloat16 it is often larger."""
+"""A `mismatch/kl` (nats) above this number is worth a correction. Kernels of bfloat16 often differ by more."""
 
 
 def share_executed(values: Mapping[str, float]) -> float | None:

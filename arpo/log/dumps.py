@@ -1,10 +1,10 @@
-"""Trajectory dumps: all trajectories of a step, one per line, gzipped. A thread writes them while the run goes on.
+"""Trajectory dumps: all trajectories of a step, a line each, gzipped. A thread writes a dump while the run goes on.
 
     RUN/trajectories/step_000100.jsonl.gz  valid_000100.jsonl.gz     of a training
     RUN/trajectories/gaia.0.jsonl  gaia.1.jsonl                      of an evaluation (evals/records.py)
 
-A row has the trajectory's fields (trajectory.py), its prompt (question, answers, messages, data_source), and the rank
-that sampled it. An evaluation adds fields for grading.
+A row has the trajectory's fields (trajectory.py), the prompt (question, answers, messages, data_source), and the rank
+that sampled the trajectory. An evaluation adds fields for grading.
 """
 
 from __future__ import annotations

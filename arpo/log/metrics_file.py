@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line of JSON per step. It has only complete lines, even if the disk is full for a while."""
+"""metrics.jsonl: a line of JSON per step. The file has only complete lines, even if the disk is full for a while."""
 
 from __future__ import annotations
 

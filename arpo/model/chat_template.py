@@ -1,5 +1,5 @@
-"""A chat template is a program, and comes with the model folder. Nothing would stop it in this process, so a child
-process renders it first, with limits on time and memory."""
+"""A chat template is a program from the model folder. In this process nothing would stop a bad template, so a child
+process renders the template first, with limits on time and memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The critic (advantage.kind=gae): a model with a value head, under FSDP2, with a separate optimizer.
 
-The value of response token t is the expected reward to go before this token. So it is computed from the hidden state
-that predicts the token (`predict_from` in batch.py), and `gae` may compare it with what came after.
+The value of response token t is the expected reward to go before this token. So the value is computed from the hidden
+state that predicts the token (`predict_from` in batch.py), and `gae` may compare the value with all later rewards.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def blocks(logits: Tensor) -> list[slice]:
-    """Cut the rows of (N, V) logits into blocks. On a CPU they fit into its caches, for the dozen passes over them."""
+    """Cut the rows of (N, V) logits into blocks. On a CPU a block fits into the caches: a dozen passes read it."""
     size = max(1, len(logits) if logits.is_cuda else CACHED_LOGITS // logits.shape[1])
     return [slice(start, start + size) for start in range(0, len(logits), size)]
 

@@ -75,7 +75,7 @@ def check_head(hf: nn.Module) -> None:
 
 
 def logits_divisor(hf: nn.Module) -> float:
-    """Return the number that the model divides its logits by (Granite), else 1. The head treats it as a temperature."""
+    """Return the divisor of the model's logits (Granite), 1 for other models. The head takes it for a temperature."""
     return getattr(hf.config, "logits_scaling", None) or 1.0
 
 
@@ -94,7 +94,7 @@ def materialize(model: nn.Module, device: torch.device, *, parameter_device: tor
 
 
 def read_weights(parameters: Mapping[str, torch.Tensor], path: str) -> None:
-    """Fill parameters, given by their names in the model folder. Each rank reads its rows of a sharded parameter.
+    """Fill parameters, given by name in the model folder. Each rank reads its rows of a sharded parameter.
 
     Raises UserError, the same on every rank, if a file is broken; and before anything is read, if a weight is missing,
     unknown or of another shape.
@@ -155,7 +155,7 @@ def check_weights(parameters: Mapping[str, torch.Tensor], stored: Mapping[str, t
 
 
 def check_once(names: Mapping[Path, Iterable[str]], path: str) -> None:
-    """Raise UserError if a weight is in two files: it is unclear which of them is the model's. `names` are by file."""
+    """Raise UserError if a weight is in two files, since the model's file is then unknown. `names` are by file."""
     first_files: dict[str, Path] = {}
     for file, names_of_file in names.items():
         for name in names_of_file:

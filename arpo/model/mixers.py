@@ -20,7 +20,7 @@ from arpo.model.attention import gathered
 
 ATTENTION = {"full_attention", "sliding_attention"}
 ALONG_TOKENS = {"conv", "linear_attention"}
-"""Kinds of layers (layer_types in config.json) with a convolution or recurrence: they get one row at a time."""
+"""Kinds of layers (layer_types in config.json) with a convolution or recurrence, which get one row at a time."""
 
 
 def check_layers(hf: nn.Module, path: str) -> None:
@@ -54,7 +54,7 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
 
 
 def keeps_to_rows(kind: str, layer: nn.Module) -> bool:
-    """Return True if exactly one module mixes tokens, and, if it is attention, passes on further options (`paths`)."""
+    """Return True if exactly one module mixes tokens. Attention must also pass on further options (`paths`)."""
     mixers = mixers_of(layer)
     if len(mixers) != 1:
         return False
@@ -63,7 +63,7 @@ def keeps_to_rows(kind: str, layer: nn.Module) -> bool:
 
 
 def run_by_rows(hf: nn.Module) -> None:
-    """Make convolutions and recurrences run on one row at a time. `masks` passes them the rows as attention mask."""
+    """Make convolutions and recurrences run on one row at a time. `masks` passes the rows on as attention mask."""
     for kind, layer in zip(layer_kinds(hf), hf.base_model.layers, strict=True):
         if kind in ALONG_TOKENS:
             [mixer] = mixers_of(layer)

@@ -75,7 +75,7 @@ class Policy(nn.Module):
         yield from lora.merged_parameters(self.hf)
 
     def trained_parameters(self) -> dict[str, torch.Tensor]:
-        """Return name -> trained parameter or its shard, for a checkpoint. With LoRA these are the adapters."""
+        """Return name -> trained parameter (or a shard), for a checkpoint. With LoRA only adapters are trained."""
         reshard_all(self)
         return {name: p for name, p in self.hf.named_parameters() if p.requires_grad}
 
@@ -189,7 +189,7 @@ def attention_implementation(cfg: ModelConfig, device: torch.device) -> str:
 
 
 def load_tokenizer(path: str):
-    """Return the model folder's tokenizer. Raises UserError if it is missing, or if its chat template does not end."""
+    """Return the model folder's tokenizer. Raises UserError if there is none, or if the chat template does not end."""
     from transformers import AutoTokenizer
 
     try:

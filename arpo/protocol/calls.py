@@ -36,7 +36,7 @@ class Call:
 
 
 def escape_tags(text: str, tags: tuple[str, ...]) -> str:
-    """Escape these tags, so that no tokenizer takes one of them for a special token."""
+    """Escape the given tags, so that no tokenizer takes a tag for a special token."""
     return tag_pattern(tags).sub(r"&lt;\1\2&gt;", text)
 
 
@@ -47,7 +47,7 @@ def tag_pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def read_call(body: str, offered: Mapping[str, ToolSchema], key: str, a_call: str) -> Call:
-    """Parse a call in JSON. A malformed call is returned with its error.
+    """Parse a call in JSON. A malformed call is returned with an error.
 
     key: name of the arguments' field. a_call: a correct call, for the error messages.
     """
@@ -61,7 +61,7 @@ def read_call(body: str, offered: Mapping[str, ToolSchema], key: str, a_call: st
 
 
 def checked_call(body: str, name: str, arguments: Any, offered: Mapping[str, ToolSchema]) -> Call:
-    """Check name and arguments of a call. A wrong call is returned with its error. body: the model's text."""
+    """Check name and arguments of a call. A wrong call is returned with an error. body: the model's text."""
     if name not in offered:
         quoted = json.dumps(name[:MAX_NAME_CHARS])
         error = UNKNOWN_TOOL.format(name=quoted, tools=", ".join(offered) or "none")
@@ -100,7 +100,7 @@ def name_of_call(body: str, key: str) -> str | None:
 
 
 def _unpacked(arguments: Any) -> Any:
-    """Return arguments as an object if they are a JSON text of an object (as from Granite 4), otherwise unchanged."""
+    """Convert arguments in a JSON text (as from Granite 4) to an object. Return any other arguments unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -1,7 +1,7 @@
-"""Conversations to tokens and back, for one tokenizer and its chat template. SFT, RL and evaluation all use it.
+"""Conversations to tokens and back, for a tokenizer with its chat template. SFT, RL and evaluation use the same codec.
 
-Plain text is encoded in text_codec.py. The forms of calls have files of their own (tags.py, hermes.py, ...), and
-template_codec.py.
+text_codec.py encodes plain text. Each form of calls has a separate file (tags.py, hermes.py, ...); template_codec.py
+is for forms that the chat template writes.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Codec(TextCodec, ABC):
 
     @abstractmethod
     def stop_strings(self, offered: Sequence[str]) -> tuple[str, ...]:
-        """Return the texts that end a turn if these tools are offered. (End tokens end it too.)"""
+        """Return the texts that end a turn if these tools are offered. (An end token ends a turn, too.)"""
 
     @abstractmethod
     def calls(

@@ -201,7 +201,7 @@ def _in_call_order(
 
 
 def _split_results(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a message as one message per result, with the `ids` of its calls. Other messages stay one message."""
+    """Return a message of results as a message per result, with the `ids` of the calls. Other messages stay whole."""
     calls = message.get("tool_calls")
     if calls:
         ids = [str(call["id"]) if call.get("id") else None for call in calls if isinstance(call, dict)]

@@ -124,7 +124,7 @@ def json_of(text: str, what: str) -> Any:
 
 
 def parse_message_object(message: object) -> object:
-    """Return a message. It may be JSON in a text: parquet stores objects like this if their types differ by row."""
+    """Return a message. JSON text is parsed: parquet stores objects as JSON text if their types differ between rows."""
     if isinstance(message, str) and message.lstrip().startswith("{"):
         return json_of(message, "a message is")
     return message

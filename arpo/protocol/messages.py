@@ -1,6 +1,6 @@
-"""Conversations from files of every style: rows, messages, and their calls.
+"""Conversations from files of every style: rows, messages, and calls in messages.
 
-The styles are ShareGPT `conversations` (from / value, as LLaMA-Factory reads them, with `system` beside them) and
+The styles are ShareGPT `conversations` (from / value, as in LLaMA-Factory, with `system` beside `conversations`) and
 OpenAI `messages` (role / content, tool_calls). The form decides the further handling of calls (`Form.parse_row`).
 """
 
@@ -214,7 +214,7 @@ def _calls_in_text(text: str, role: str) -> list:
 
 
 def _join_call(message: dict[str, Any], call: dict[str, Any], *, is_call: bool) -> dict[str, Any]:
-    """Join an assistant's message and the call in the next message. Otherwise the model would end its turn in between.
+    """Join an assistant's message and the call in the next message. Apart, the model would end the turn in between.
 
     is_call: True if the second message has a call role.
     """

@@ -43,7 +43,7 @@ def default_system_prompt(tools: Sequence[About], listed: Sequence[ToolSchema] =
 
 
 def json_system_prompt(tools: Sequence[str]) -> str:
-    """Return the system prompt for calls in JSON. It names no tool, since the chat template lists them."""
+    """Return the system prompt for calls in JSON. No tool is named, since the chat template lists the tools."""
     call = " Call tools wherever they help." if tools else ""
     return f"You are a helpful assistant that solves the given question step by step.{call} {BOX_RULE}"
 

@@ -1,7 +1,7 @@
 """Schemas of tools, checks of arguments against a schema, and the texts of calls.
 
-The text of a call is the text between tags, and in records. If a tool takes a single text, it is this text. Otherwise
-it is a JSON object:
+The text of a call is written between tags and into records. For a tool with a single text as argument, this is the
+argument itself. For any other tool the text is a JSON object:
 
     <python> print(6 * 7) </python>        {"code": "print(6 * 7)"}
     <add> {"a": 1, "b": 2} </add>          {"a": 1, "b": 2}
@@ -39,7 +39,7 @@ class About(NamedTuple):
     usage: str
     """Instruction to call it: "to search, write <search> query </search>"."""
     example: str
-    """A call and its result. After the last tool's example comes the answer 42, so its result should lead to it."""
+    """A call and its result. The answer 42 follows the last tool's example, so the last result should lead to 42."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ToolSchema:
     """A tool's description for the model."""
 
     name: str
-    """The tool's name. It is also its tag."""
+    """The tool's name, and also the tag of a call."""
     description: str
     """The tool's purpose, in a sentence or a paragraph."""
     parameters: Mapping[str, Any]
@@ -72,7 +72,7 @@ class ToolSchema:
 
     @property
     def text_argument(self) -> str:
-        """Name of the only argument if it is a required string (then a call is a bare text), otherwise ""."""
+        """Name of the only argument if this is a required string: then a call is a bare text. "" for other tools."""
         names = list(self.properties)
         is_text = len(names) == 1 and names == self.required and _type_name(self.properties[names[0]]) == "string"
         return names[0] if is_text else ""
@@ -99,7 +99,7 @@ def example_call(schema: ToolSchema) -> str:
 
 
 def check_arguments(schema: ToolSchema, arguments: Any) -> str:
-    """Return "" for valid arguments, otherwise the one-line error for the model.
+    """Return the error for the model (one line), or "" for valid arguments.
 
     Checks the names, and types and enumerations at every depth. The tool itself must check the rest (references,
     ranges, names within objects). arguments: any value of the model's JSON.
@@ -133,7 +133,7 @@ def check_arguments(schema: ToolSchema, arguments: Any) -> str:
 
 
 def argument_of(schema: ToolSchema, arguments: Mapping[str, Any]) -> str:
-    """Return checked arguments as the text of a call: the bare text if the tool takes one, otherwise canonical JSON.
+    """Return checked arguments as the text of a call: canonical JSON, or a bare text (see `text_argument`).
 
     >>> argument_of(ToolSchema("add", "", {"properties": {"a": {}, "b": {}}}), {"b": 2, "a": "é"})
     '{"a": "é", "b": 2}'

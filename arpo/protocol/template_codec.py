@@ -98,7 +98,7 @@ class TemplateCodec(Codec):
 
     @abstractmethod
     def _with_calls(self, text: str, message: dict[str, Any]) -> str:
-        """Return the text of a message, followed by its calls as the template writes them."""
+        """Return the text of a message, followed by the calls as the template writes calls."""
 
     def _functions(self, offered: Sequence[str] | None) -> list[dict] | None:
         """Return `tools=` of the template, in the order of loading; None for no tools. offered: names, None = all."""

@@ -1,4 +1,4 @@
-"""Text to tokens and back, for one tokenizer: special tokens in data stay plain text, and tags keep their tokens."""
+"""Text to tokens and back, with a given tokenizer: special tokens in data stay plain text, tags keep their tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 ESCAPE_MARK = "\U0010ffff"
 """Surrounds each special token in a message's text while the template renders it. This character is no valid text."""
 ANCHORS = ("\n", "a", ".")
-"""Texts to encode another text after. A tokenizer may merge the start of a text with one of these, not with all."""
+"""Texts to encode another text after. A tokenizer may merge the start of a text with some of them, not with all."""
 CONTEXT_CHARS = 64
 """Number of characters before a text that decide its tokens. Not shorter than any special token."""
 

@@ -20,7 +20,7 @@ BYTE_NAMES = {chr(byte): byte for byte in _PRINTABLE} | {
 
 
 class TokenTexts:
-    """The texts of one tokenizer's tokens. Each token is decoded once."""
+    """The texts of a tokenizer's tokens. Each token is decoded once."""
 
     def __init__(self, tokenizer, decode: Callable[[Sequence[int]], str], anchor: list[int]):
         """anchor: tokens of any text without a space at the end."""
@@ -41,7 +41,7 @@ class TokenTexts:
         return pieces
 
     def _piece(self, token: int) -> str:
-        """Return the text of one token after another. Alone, some decoders would strip its leading space."""
+        """Return the text of a token after another token. Alone, a token may lose the leading space to the decoder."""
         if token not in self._cache:
             text = self.decode([*self.anchor, token])
             self._cache[token] = text.removeprefix(self.decode(self.anchor))

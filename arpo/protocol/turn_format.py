@@ -1,4 +1,4 @@
-"""How a chat template writes an assistant's turn. It is measured on one short dialogue."""
+"""How a chat template writes an assistant's turn, as measured on a short dialogue."""
 
 from __future__ import annotations
 
@@ -93,5 +93,5 @@ def _blanks_before_message(tokenizer, *, asked: str, prompt: str, before: str) -
 
 
 def one_line(error: Exception) -> str:
-    """Return an exception as one line, cut to 200 characters."""
+    """Return an exception as a line of at most 200 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -8,8 +8,8 @@ r"""Calls as XML in <tool_call> blocks: the form of Qwen3-Coder, Qwen3.5, Qwen3.
     </function>
     </tool_call>
 
-Turns and blocks are as in hermes.py. The form has no escapes, so a value must not contain a tag that would end it.
-vLLM's parser would cut such a value; here it is an error. Values have no types: the tool's schema decides them.
+Turns and blocks are as in hermes.py. The form has no escapes, so a value must not contain a tag that would end the
+value. vLLM's parser would cut there; here this is an error. Values have no types: the tool's schema decides.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ _BASE = re.compile(r"^([0-9A-Fa-f]+)_\{?(\d+)\}?$")
 
 
 def math_accuracy(prediction: str, answers: list[str]) -> float:
-    """Return 1.0 if the prediction equals one of the accepted answers, otherwise 0.0."""
+    """Return 1.0 if the prediction equals any accepted answer, and 0.0 if not."""
     return float(any(math_equal(prediction, answer) for answer in answers))
 
 

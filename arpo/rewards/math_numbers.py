@@ -1,7 +1,7 @@
-"""Replaces math-verify's comparison of two values. It rounds to six decimals, so 0.0 would equal 1/13983816.
+"""Replaces math-verify's comparison of two values, which rounds to six decimals: 0.0 would equal 1/13983816.
 
 Here a decimal is an exact fraction. Two rational numbers are compared exactly. The difference of other numbers is
-computed with enough digits to tell it from zero. math_worker.py imports this module by its path.
+computed with enough digits to tell a small difference from zero. math_worker.py imports this module by its path.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The program of the child process that compares two answers with math-verify (arpo/jail/child.py).
 
-On a policy's text sympy may run forever, or take all memory. Here this ends only the child: the kernel kills it after
-its limit of CPU time for one comparison, in whatever code, and the parent starts another child.
+On a policy's text sympy may run forever, or take all memory. Here this ends only the child: the kernel kills the child
+after a limit of CPU time per comparison, in whatever code, and the parent starts another child.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks a run's folder before a start. One process writes to it, and a run continues only under its first settings.
+"""Checks a run's folder before a start. Only one process writes to a folder, and a run keeps its first settings.
 
     runs/NAME/.lock            process and host that write to the folder; the system frees it when the process ends
     runs/NAME/config.yaml ...  the settings of the first start (arpo/log/settings.py)

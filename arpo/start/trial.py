@@ -1,6 +1,6 @@
 """Calls each of the user's functions once, on a small made-up group, before a model is loaded.
 
-So an error of such a function is one line after seconds, and not a traceback after minutes.
+So an error of a user's function is a line after seconds, and not a traceback after minutes.
 
     "0"    call, result | answer        reward 1
     "0.0"               | another       reward 0, a branch of "0" at turn 1

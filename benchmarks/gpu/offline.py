@@ -90,7 +90,7 @@ PLANS = {15: ("1-short", "2-short"), 30: ("1", "2", "3"), 45: ("1", "2", "3", "4
 
 
 def download(packages: tuple[str, ...], folder: Path, python: str) -> None:
-    """Download the wheels for Linux, without their dependencies, and unzip them into the folder."""
+    """Download the wheels for Linux, without dependencies, and unzip all wheels into the folder."""
     names = ["any", "manylinux1_x86_64", "manylinux2014_x86_64", *(f"manylinux_2_{n}_x86_64" for n in range(5, 40))]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}"]

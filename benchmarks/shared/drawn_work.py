@@ -63,7 +63,7 @@ class Workload:
         return min(self.max_num_seqs, self.prompts_per_rank * self.group_size)
 
     def alone_s(self, t: Trajectory) -> float:
-        """Seconds of a trajectory, with its calls, if it has an engine to itself."""
+        """Seconds of a trajectory with all calls, alone on an engine."""
         units, calls = self.tokens_of(t.prompt_id, t.trajectory_id)
         waits = sum(call_s(f"{t.prompt_id}|{t.trajectory_id}|{turn}|0") for turn in range(calls))
         return cost_of_tokens(MODELS[self.model], GPU, units * self.unit, start=PROMPT_TOKENS, batch=1) + waits

@@ -1,6 +1,6 @@
-"""Hours and disk of an entire RL run, by formula: its steps, its validations and its saves.
+"""Hours and disk of an entire RL run, by formula: steps, validations and saves.
 
-Nothing here was measured on a GPU. The seconds of a step are those of cost_model.py.
+Nothing here was measured on a GPU. The seconds of a step come from cost_model.py.
 """
 
 from __future__ import annotations
