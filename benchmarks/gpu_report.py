@@ -51,7 +51,8 @@ print(torch.cuda.device_count())
 """
 MACHINE = ("nvidia-smi -q", "nvidia-smi topo -m", "python -m torch.utils.collect_env", "python -m pip freeze")
 MACHINE += ("lscpu", "df -h")
-LOGS, RUNNING = "logs.txt", "running.txt"
+LOGS = "logs.txt"
+RUNNING = "running.txt"
 LOG_BYTES = 400_000
 """Only so many bytes at the end of a section's output are kept: together less than 16 MiB."""
 PYTEST_BROKE = (2, 3, 4)

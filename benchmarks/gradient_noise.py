@@ -33,7 +33,8 @@ from arpo.sampling.gradient_noise import GradientNoise
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 from arpo.update import fill_advantages, fill_old_logprobs, make_minibatches, step_sketches, update_policy
 
-NUM_PROMPTS, GROUP_SIZE = 8, 8
+NUM_PROMPTS = 8
+GROUP_SIZE = 8
 SHAPES = {"cpu": (256, 4, 8192), "cuda": (896, 24, 151_936)}  # width, layers, vocabulary
 TOKENS = {"quick": 16, "full": 64}
 REPEATS = {"quick": 2, "full": 5}

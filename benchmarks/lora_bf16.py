@@ -40,7 +40,8 @@ from arpo.errors import UserError
 ARMS = ("nearest", "float32", "stochastic", "unmerged")
 EARLY = slice(1, 5)
 """Steps 2 to 5: behind the first update, while the change is small against bfloat16's steps."""
-RANK, ALPHA = 32, 64
+RANK = 32
+ALPHA = 64
 
 
 # ---- the task
@@ -58,7 +59,8 @@ def write_questions(path: Path, num_questions: int = 512) -> None:
     rng = random.Random(0)
     rows = []
     for _ in range(num_questions):
-        a, b = rng.randrange(2, 50), rng.randrange(2, 50)
+        a = rng.randrange(2, 50)
+        b = rng.randrange(2, 50)
         rows.append({"prompt": f"What is {a} + {b}? Answer with the number alone.", "answer": str(a + b)})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -176,7 +178,8 @@ def measure_what_is_seen(path: Path) -> None:
     from arpo.options import LossConfig
     from arpo.update import fill_old_logprobs
 
-    update, next_batch = train_rl.update_policy, train_rl.Rollouts.next
+    update = train_rl.update_policy
+    next_batch = train_rl.Rollouts.next
     steps = []
 
     def noted_next(self, step, timers):
@@ -193,7 +196,8 @@ def measure_what_is_seen(path: Path) -> None:
                 fill_old_logprobs(policy, micros, LossConfig(), temperature)
                 logprobs[name] = torch.cat([micro.at_loss_tokens(micro.old_logprobs) for micro in micros])
             engine = torch.cat([micro.at_loss_tokens(micro.rollout_logprobs) for micro in micros])
-            change, shown = logprobs["trainer"] - logprobs["base"], engine - logprobs["base"]
+            change = logprobs["trainer"] - logprobs["base"]
+            shown = engine - logprobs["base"]
             row = {"step": steps[-1], "num_tokens": len(change), "change_squared": float(change.square().sum())}
             row |= {"shown_times_change": float((shown * change).sum())}
             with path.open("a") as file:

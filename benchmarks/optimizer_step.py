@@ -22,8 +22,12 @@ from torch.distributed.tensor import DTensor, Shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arpo.ranks import Ranks, init_ranks
 
-NUM_RANKS, NUM_LAYERS = 8, 28
-HIDDEN, INTERMEDIATE, KV, VOCAB = 3584, 18_944, 512, 152_064
+NUM_RANKS = 8
+NUM_LAYERS = 28
+HIDDEN = 3584
+INTERMEDIATE = 18_944
+KV = 512
+VOCAB = 152_064
 LAYER = [(HIDDEN, HIDDEN), (HIDDEN,), (KV, HIDDEN), (KV,), (KV, HIDDEN), (KV,), (HIDDEN, HIDDEN),
          (INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE), (HIDDEN,), (HIDDEN,)]  # fmt: skip
 SHAPES = [(VOCAB, HIDDEN), (VOCAB, HIDDEN), (HIDDEN,), *LAYER * NUM_LAYERS]

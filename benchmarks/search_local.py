@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arpo.tools.search.bm25 import STOP_WORDS, Bm25Index, ranking_terms
 
 TOP_K = 10
-NUM_CONTENT_WORDS, NUM_STOP_WORDS = 50, 30
+NUM_CONTENT_WORDS = 50
+NUM_STOP_WORDS = 30
 VOCABULARY = np.array([f"w{i}" for i in range(50_000)])
 
 

@@ -49,9 +49,11 @@ def ask(cfg: AskConfig) -> None:
     ranks = init_ranks()
     team = form_team(ranks, 1, cfg.model.path)
     env = Environment(cfg.model, cfg.protocol, cfg.tools, team, cfg.rollout)
-    codec, system_prompt = env.codec, system_prompt_for(cfg.eval.system_prompt, env.schemas, form=env.codec.format)
+    codec = env.codec
+    system_prompt = system_prompt_for(cfg.eval.system_prompt, env.schemas, form=env.codec.format)
     engine = Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=cfg.run.seed)
-    alone, no_branching = replace(cfg.rollout, group_size=1), BranchingConfig(selector="none", num_initial_rollouts=1)
+    alone = replace(cfg.rollout, group_size=1)
+    no_branching = BranchingConfig(selector="none", num_initial_rollouts=1)
     longest = cfg.eval.max_prompt_tokens
 
     for number, question in enumerate(questions()):
@@ -89,7 +91,8 @@ class Printed:
     def write(self, trajectory: Trajectory, *, to_the_end: bool = False) -> None:
         """Print the new tokens, tool results dim. An incomplete character at the end waits for its next token."""
         while (start := self.num_tokens) < (size := len(trajectory.token_ids)):
-            mask, stop = trajectory.loss_mask, start + 1
+            mask = trajectory.loss_mask
+            stop = start + 1
             while stop < size and mask[stop] == mask[start]:
                 stop += 1
             text = printable(self.loop.codec.decode(trajectory.token_ids[start:stop]))

@@ -207,7 +207,8 @@ def _chosen(settings: dict[str, Any]) -> dict[str, str]:
     shown = {key: settings[key] for key in ALWAYS if settings.get(key)}
     for section, defaults in SECTIONS.items():
         for f in fields(defaults):
-            key, default = f"{section}.{f.name}", getattr(defaults, f.name)
+            key = f"{section}.{f.name}"
+            default = getattr(defaults, f.name)
             if key in settings and settings[key] != (list(default) if isinstance(default, tuple) else default):
                 shown.setdefault(key, settings[key])
     return {key: ", ".join(map(_plain, value)) if isinstance(value, list) else _plain(value)

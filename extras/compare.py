@@ -99,7 +99,8 @@ def compare_pair(run: EvaluatedRun, reference: EvaluatedRun, *, seed: int = 0) -
         if run.graders[name] != reference.graders[name]:
             left_out.append(f"{name} has different graders: {run.graders[name]}, {reference.graders[name]}")
             continue
-        own, other = run.benchmarks[name], reference.benchmarks[name]
+        own = run.benchmarks[name]
+        other = reference.benchmarks[name]
         common = sorted(set(own) & set(other))
         if missing := len(set(own) ^ set(other)):
             left_out.append(f"{name}: {missing} questions are only in one of the two")

@@ -52,7 +52,8 @@ def fold(evidence: ContextEvidence) -> list[int] | None:
     *earlier, turn = evidence.trajectory.turns
     if folds(turn):
         *before, last = evidence.prompt.messages
-        messages, tools = [*before, {**last, "content": turn.tool_calls[-1].argument}], evidence.prompt.tools
+        messages = [*before, {**last, "content": turn.tool_calls[-1].argument}]
+        tools = evidence.prompt.tools
         return (
             evidence.codec.render_prompt(messages) if tools is None else evidence.codec.render_prompt(messages, tools)
         )
@@ -72,7 +73,8 @@ def folds(turn: Turn) -> bool:
 
 def behind(evidence: ContextEvidence, turn: Turn) -> list[int]:
     """Return the policy's context in a folding turn, then the turn, then the newest answer as the turn's result."""
-    trajectory, codec = evidence.trajectory, evidence.codec
+    trajectory = evidence.trajectory
+    codec = evidence.codec
     contexts = [(0, evidence.prompt.token_ids), *((c.start, c.token_ids) for c in trajectory.contexts)]
     start, before = [context for context in contexts if context[0] <= turn.start][-1]
     *others, call = turn.tool_calls

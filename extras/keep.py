@@ -38,10 +38,12 @@ def keep(run: Path, data: Path, out: Path, low: float = 0.01, high: float = 0.99
     rates = {question: mean(correct) for question, correct in correct_by_question(grades).items()}
     digests = {grade.question_id: grade.question_digest for grade in grades}
     prompts = {prompt.prompt_id: prompt for prompt in load_prompts(data)}
-    kept, counts = [], {"kept": 0, "solved less often": 0, "solved more often": 0, "not evaluated": 0}
+    kept = []
+    counts = {"kept": 0, "solved less often": 0, "solved more often": 0, "not evaluated": 0}
     for index, (place, row) in enumerate(read_rows(data)):
         prompt_id = f"{data.stem}-{index:06d}"
-        prompt, rate = prompts.get(prompt_id), rates.get(prompt_id)
+        prompt = prompts.get(prompt_id)
+        rate = rates.get(prompt_id)
         if prompt is None or rate is None:
             counts["not evaluated"] += 1
             continue

@@ -92,7 +92,8 @@ class LlamaRules(FormatRules):
     def answered_calls(self, segments: Segments, tools: Sequence[str] = ()) -> set[str]:
         answered = set()
         for (text, by_model), (results, _) in pairwise(segments):
-            body, result = call_body(text) or "", results.partition("ipython\n\n")[2].lstrip(' "')
+            body = call_body(text) or ""
+            result = results.partition("ipython\n\n")[2].lstrip(' "')
             name = name_of_call(body, "parameters")
             if by_model and name and not result.startswith("Error"):
                 answered.add(name)

@@ -30,7 +30,8 @@ class MixedOrder(PromptOrder):
 
     weights: ClassVar[Mapping[str, float]] = {}
     rest_epochs = 0
-    low, high = 0.05, 0.95
+    low = 0.05
+    high = 0.95
     """A prompt rests if its running pass rate is at most `low` or at least `high`."""
     newest = 0.5
     """Weight of the newest group in the running rate."""

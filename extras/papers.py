@@ -31,7 +31,8 @@ SOURCES = (
 )
 MARK = "\N{DAGGER}"
 """Mark after our number if it cannot be compared with the papers' numbers."""
-F1, JUDGE = "token F1", "72B judge"
+F1 = "token F1"
+JUDGE = "72B judge"
 """The papers' graders: F1 for knowledge questions; Qwen2.5-72B-Instruct for math and deep search."""
 TEN = ("aime24", "aime25", "math500", "gsm8k", "math", "webwalker", "hotpotqa", "2wiki", "musique", "bamboogle")
 """Benchmarks of ARPO's table 1."""
@@ -121,7 +122,8 @@ def _percent(value: float | None, reasons: list[str]) -> str:
 
 def differences(theirs: Published, num_questions: int, grader: str, judge: str) -> list[str]:
     """Return the differences in setup, besides the model, between our number over `num_questions` and the paper's."""
-    reasons, published = [], NUM_QUESTIONS[theirs.benchmark]
+    reasons = []
+    published = NUM_QUESTIONS[theirs.benchmark]
     if num_questions < published:
         reasons.append(f"{num_questions} of {published} questions")
     elif num_questions > published:

@@ -190,8 +190,10 @@ def completion_request(model: str, token_ids: list[int], spec: SamplingSpec) -> 
 
 def completion_chunk(request_id: str, choice: dict, spec: SamplingSpec, codec: Codec) -> Chunk:
     """Make a chunk, the whole turn, from the server's choice (already checked by `_choice`)."""
-    text, token_ids = choice["text"], choice.get("token_ids")
-    finish, stop_string = choice["finish_reason"], None
+    text = choice["text"]
+    token_ids = choice.get("token_ids")
+    finish = choice["finish_reason"]
+    stop_string = None
     if finish == "stop":
         stop_string = choice["stop_reason"] if "stop_reason" in choice else left_open(text, spec.stop)
         if not isinstance(stop_string, str):  # vLLM's reason may be the id of an end token
@@ -250,7 +252,9 @@ def _choice(answer: Any) -> dict:
     """Return the one choice of a completion. Raises ValueError for an answer that is not a completion."""
     try:
         choice = answer["choices"][0]
-        text, finish, token_ids = choice["text"], choice["finish_reason"], choice.get("token_ids")
+        text = choice["text"]
+        finish = choice["finish_reason"]
+        token_ids = choice.get("token_ids")
     except (KeyError, IndexError, TypeError, AttributeError):
         raise ValueError("no choices[0] with text and finish_reason") from None
     if not isinstance(text, str) or finish not in ("stop", "length"):

@@ -72,7 +72,8 @@ def report(value: str, dump: Path, option: str = "", budget: int = 0) -> list[st
 def option_of(value: str, function: Callable) -> str:
     """Return a function's option, by the names and types of the parameters, and by the attributes read in the code."""
     parameters = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-    names, first = tuple(p.name for p in parameters), parameters[0] if parameters else None
+    names = tuple(p.name for p in parameters)
+    first = parameters[0] if parameters else None
     if len(names) != 2 or names in (ONE, ALL):
         return "branching.selector" if names[:1] == ("group",) else "reward.file"
     kind = getattr(first.annotation, "__name__", str(first.annotation)).rpartition(".")[2]
@@ -129,7 +130,9 @@ def of_run(dump: Path, section: type) -> Any:
 
 def try_rule(groups: Sequence[Group], cfg: BranchingConfig) -> Lines:
     """Judge each tool result with a possible branch."""
-    found, recorded, num_unmeasured = [], Counter(), 0
+    found = []
+    recorded = Counter()
+    num_unmeasured = 0
     for t in (t for group in groups for t in group.trajectories):
         own = [number for number, turn in enumerate(t.turns) if not turn.inherited]
         for number in own[1:]:  # a branch's first own turn was judged at the parent; a root's follows no result
@@ -160,7 +163,8 @@ def try_rule(groups: Sequence[Group], cfg: BranchingConfig) -> Lines:
 
 def try_selector(groups: Sequence[Group], cfg: BranchingConfig, budget: int) -> Lines:
     """Choose forks of each group's roots, as in a first round."""
-    forks, num_asked = [], 0
+    forks = []
+    num_asked = 0
     for group in groups:
         roots = [replace(t, reward=None, reward_parts={}) for t in group.trajectories if t.parent_id is None]
         wanted = budget or len(group.trajectories) - len(roots) or max(len(roots) // 2, 1)

@@ -68,7 +68,8 @@ def random_weights(folder: str, device: torch.device) -> Iterator[tuple[str, tor
 
 def bandwidths(ranks: Ranks, num_bytes: int) -> dict[str, float]:
     """Return GB/s, measured at the second repeat: to and from pinned memory, and received per rank by an all-gather."""
-    found, on_device = {}, torch.ones(num_bytes, dtype=torch.uint8, device=ranks.device)
+    found = {}
+    on_device = torch.ones(num_bytes, dtype=torch.uint8, device=ranks.device)
     pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=ON_GPU)
     gathered = torch.empty(num_bytes * ranks.world_size, dtype=torch.uint8, device=ranks.device)
     actions = {
@@ -108,9 +109,11 @@ def kv_tokens(engine: Engine, shape_name: str, cfg: EngineConfig) -> dict[str, f
 
 
 def measure(ranks: Ranks, folder: str, args: argparse.Namespace) -> dict[str, float]:
-    name, trained = args.shape, args.trained or args.shape
+    name = args.shape
+    trained = args.trained or args.shape
     num_rows, num_tokens, row_tokens = (4, 8, 128) if args.quick else (256, 64, 4096)
-    shape, response = SHAPES[trained], row_tokens - row_tokens // 8
+    shape = SHAPES[trained]
+    response = row_tokens - row_tokens // 8
     policy = build_policy(shape, ModelConfig(compute_dtype="bfloat16" if ON_GPU else "float32"), ranks)
     optimizer = build_optimizer(policy, OptimConfig())
     own_bytes, whole = (STATE_BYTES * SHAPES[n].parameters for n in (trained, name))

@@ -47,7 +47,8 @@ def submit(engine: Engine, num_rows: int, context: int, num_tokens: int) -> None
 
 def measure(engine: Engine, num_rows: int, context: int, num_steps: int) -> dict[str, float]:
     """Milliseconds of a step."""
-    vllm, inside = engine.llm.llm_engine, [0.0]
+    vllm = engine.llm.llm_engine
+    inside = [0.0]
     step = vllm.step
 
     def timed() -> list:
@@ -84,7 +85,8 @@ def main() -> None:
     parser.add_argument("--model-runner", choices=("v1", "v2"), default="v1", help="engine.model_runner")
     args = parser.parse_args()
     all_rows, context, num_steps = ([16, 1], 64, 8) if args.quick else (sorted(args.rows, reverse=True), 1500, 50)
-    shape, result = SHAPES[args.shape], {"name": "decode_steps", "shape": args.shape, "runner": args.model_runner}
+    shape = SHAPES[args.shape]
+    result = {"name": "decode_steps", "shape": args.shape, "runner": args.model_runner}
     with tempfile.TemporaryDirectory() as folder:
         write_config(folder, shape)
         cfg = EngineConfig(
@@ -100,7 +102,8 @@ def main() -> None:
         print_so_far(result)
     engine.close()
     most = all_rows[0]
-    gpu, step = result[f"gpu_ms_{most}"], result[f"step_ms_{most}"]
+    gpu = result[f"gpu_ms_{most}"]
+    step = result[f"step_ms_{most}"]
     print(json.dumps(result | {"ratio": gpu / step, "ours": step, "baseline": gpu, "unit": f"ms, {most} rows"}))
 
 

@@ -30,7 +30,9 @@ from arpo.ranks import init_ranks
 from benchmarks.shared.children import child_environment
 
 ROOT = Path(__file__).resolve().parents[2]
-SILENCE_S, WAIT_S, START_S = 10.0, 30.0, 240.0
+SILENCE_S = 10.0
+WAIT_S = 30.0
+START_S = 240.0
 GONE = r"error \(rank \d+\): rank \d+ \(.*(is gone|no sign of life for 10 s)"
 CASES = {
     "killed": GONE,
@@ -43,7 +45,8 @@ CASES = {
 def work(folder: Path) -> None:
     """Be a rank."""
     ranks = init_ranks(WAIT_S / 60, SILENCE_S)
-    tensor, is_last = torch.ones(1 << 20, device=ranks.device), ranks.rank == ranks.world_size - 1
+    tensor = torch.ones(1 << 20, device=ranks.device)
+    is_last = ranks.rank == ranks.world_size - 1
     for number in range(1_000_000):
         if is_last and (folder / "stay away").exists():
             time.sleep(600)
@@ -82,7 +85,9 @@ def lose(case: str) -> tuple[float, str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as name:
-        folder, nodes, others = Path(name), [], []
+        folder = Path(name)
+        nodes = []
+        others = []
         try:
             nodes = [launch(0, gpus[:half], folder, port), launch(1, gpus[half:], folder, port)]
             deadline = time.monotonic() + START_S
@@ -97,7 +102,8 @@ def lose(case: str) -> tuple[float, str]:
                 os.kill(pid, signal.SIGKILL if case == "killed" else signal.SIGSTOP)
             started = time.monotonic()
             nodes[0].wait(WAIT_S + 60)
-            took, log = time.monotonic() - started, (folder / "log0").read_text()
+            took = time.monotonic() - started
+            log = (folder / "log0").read_text()
         finally:
             for pid in [*others, *(node.pid for node in nodes)]:
                 for number in (signal.SIGKILL, signal.SIGCONT):

@@ -57,8 +57,10 @@ def write_world(folder: Path, shape_name: str) -> list[str]:
     """Write model, prompts, corpus, reward and config; return the arguments of train_rl.py."""
     from transformers import AutoModelForCausalLM
 
-    shape, model = SHAPES[shape_name], folder / "model"
-    tokenizer, config = write_tokenizer(model, shape.vocab), config_of(shape)
+    shape = SHAPES[shape_name]
+    model = folder / "model"
+    tokenizer = write_tokenizer(model, shape.vocab)
+    config = config_of(shape)
     config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
     config.initializer_range = 0.2 if shape_name == "small" else 0.02
     torch.manual_seed(0)
@@ -85,7 +87,10 @@ def launch(folder: Path, num_ranks: int, argv: list[str], *, kill_after_step: in
     """Run train_rl.py to the end, or kill the run after a logged step. Return output and seconds of the start."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     env = child_environment(OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
-    log, metrics, started, start_s = folder / "log", folder / "runs" / "run" / "metrics.jsonl", time.monotonic(), 0.0
+    log = folder / "log"
+    metrics = folder / "runs" / "run" / "metrics.jsonl"
+    started = time.monotonic()
+    start_s = 0.0
     log.unlink(missing_ok=True)
     with log.open("ab") as output:  # at its end: vLLM opens it once more
         command = [*torchrun, "train_rl.py", *argv]

@@ -392,7 +392,8 @@ def sft_seconds(shape: Shape, work: SftWorkload, hw: Hardware, num_gpus: int) ->
     micros = max(1, math.ceil(tokens / work.max_tokens_per_microbatch))
     shards = work.model.shard_size or hw.gpus_per_node
     gather = gather_seconds(shape, BF16, hw, shards)
-    collectives, optimizer = 2 * micros * gather, 0.0
+    collectives = 2 * micros * gather
+    optimizer = 0.0
     if not work.model.lora_rank:
         sent = 2 * FP32 * shape.parameters / shards * (1 - shards / num_gpus)
         collectives += micros * gather_seconds(shape, FP32, hw, shards) + sent / (hw.link_share * hw.network_gb_s * 1e9)

@@ -14,7 +14,9 @@ from benchmarks.shared.hardware import HARDWARE
 from benchmarks.shared.virtual_engine import cost_of_tokens
 
 GPU = HARDWARE["8xH100-80GB"]
-PROMPT_TOKENS, RESULT_TOKENS, MAX_CALLS = 400, 192, 3
+PROMPT_TOKENS = 400
+RESULT_TOKENS = 192
+MAX_CALLS = 3
 CALL_S = (0.05, 2.0)
 """Seconds of a tool call: log-uniform between these."""
 DEVIATION = 1.0

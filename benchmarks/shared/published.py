@@ -38,7 +38,8 @@ def lengths(count: int, median: float, most: int, deviation: float) -> list[floa
 @cache
 def median_for(mean: float, most: int, deviation: float) -> float:
     """Return the median of lengths that have this mean after they are cut at `most`."""
-    low, high = 1.0, float(most)
+    low = 1.0
+    high = float(most)
     for _ in range(40):
         middle = (low + high) / 2
         is_less = sum(lengths(4096, middle, most, deviation)) / 4096 < mean
@@ -85,7 +86,8 @@ def verl_tool(
     if is_async:  # the longest trajectory waits for calls of mean length
         totals = sorted(min(sum(own), most) for own in trajectories)
         return drain(totals, 400, step_s) + turns * (high - low) / math.log(high / low)
-    seconds, mean = turns * high, sum(own[0] for own in trajectories) / 512
+    seconds = turns * high
+    mean = sum(own[0] for own in trajectories) / 512
     for turn in range(turns + 1):  # each generation may take the whole limit
         part = sorted(own[turn] for own in trajectories if len(own) > turn)
         seconds += drain(part, 400 + turn * mean, step_s)
@@ -115,14 +117,16 @@ def verl(
         return 150 * (drain(lengths(64, median, most, deviation), prompt, step_s) + update_s)
 
     rng = random.Random(0)
-    between, within = deviation * math.sqrt(share), deviation * math.sqrt(1 - share)
+    between = deviation * math.sqrt(share)
+    within = deviation * math.sqrt(1 - share)
 
     def new_group() -> list[tuple[float, float]]:
         """Return (tokens left, tokens decoded) of each of 8 trajectories."""
         of_prompt = median * math.exp(between * rng.gauss())
         return [(min(of_prompt * math.exp(within * rng.gauss()), most), 0.0) for _ in range(8)]
 
-    groups, seconds = [new_group() for _ in range(64)], []
+    groups = [new_group() for _ in range(64)]
+    seconds = []
     for _ in range(40):
         groups = sorted([*groups, *(new_group() for _ in range(64))], key=max)
         # tokens that each trajectory may decode until 64 groups are finished
@@ -205,7 +209,8 @@ SOURCES = {
 
 def fitted(case: Case, **others: float) -> Hardware:
     """Return the H100 with the step overhead at which the model gives this number."""
-    low, high = 0.0, 200.0
+    low = 0.0
+    high = 200.0
     for _ in range(30):
         middle = (low + high) / 2
         is_less = case.seconds(replace(H100, step_overhead_ms=middle), **others) < case.published

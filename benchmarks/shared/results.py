@@ -96,7 +96,8 @@ def run(script: Path, settings: str) -> str:
         output = done.stdout.strip().splitlines() if done.returncode == 0 else []
         failure = (done.stderr.strip() or "no output").splitlines()[-1]
     except subprocess.TimeoutExpired:
-        output, failure = [], f"not done after {TIMEOUT_S} s"
+        output = []
+        failure = f"not done after {TIMEOUT_S} s"
     print("\n".join(output or [failure]), f"\n({time.perf_counter() - started:.0f} s)", flush=True)
     return row(script.stem, output[-1] if output else failure, settings)
 

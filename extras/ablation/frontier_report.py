@@ -80,7 +80,8 @@ def rank_test(ours: dict[int, dict], theirs: dict[int, dict], what: str = "calls
     differences = []
     for seed, line in ours.items():
         if seed in theirs:
-            mine, other = cost(line, what), cost(theirs[seed], what)
+            mine = cost(line, what)
+            other = cost(theirs[seed], what)
             if mine and other:
                 differences.append(math.log(mine / other))
             else:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from extras.ablation.frontier_settings import ROOT, WORLDS, Setting
 
-TARGET, IN_A_ROW = 0.8, 3
+TARGET = 0.8
+IN_A_ROW = 3
 KEPT = 0.98
 """Smallest share of their first probability that all other right moves must keep."""
 CENSORED = 2.0
@@ -229,7 +230,8 @@ def cost(line: dict, what: str = "calls") -> float | None:
     A run has learnt at the first of three steps in a row at the target. None if the run never learnt, or is below the
     target again at the last step.
     """
-    right, certain = line["curve"]["decisive"], line["curve"]["certain"]
+    right = line["curve"]["decisive"]
+    certain = line["curve"]["certain"]
     step = step_learnt(line["curve"])
     if step is None or right[-1] < TARGET or certain[-1] < KEPT * certain[0]:
         return None

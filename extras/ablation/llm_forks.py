@@ -127,7 +127,8 @@ class Sampling:
         from arpo.rollout import Rollout
         from arpo.sampling.driver import Source, drive
 
-        engine, lines = Remembering(self.engine), []
+        engine = Remembering(self.engine)
+        lines = []
         for arm, cfg in self.configs.items():
             if arm in POSITIONS_OF:
                 path = self.folder / f"positions_{positions.total()}.json"
@@ -154,7 +155,9 @@ def line_of(group: Group, arm: str, seed: int) -> dict:
     Each root: [reward, accuracy, own tokens, own calls]. Each branch: [turn of the fork, number of the parent's turns,
     H at the fork, |difference of rewards|, |difference of accuracies|, own tokens, own calls].
     """
-    by_id, roots, branches = {t.trajectory_id: t for t in group.trajectories}, [], []
+    by_id = {t.trajectory_id: t for t in group.trajectories}
+    roots = []
+    branches = []
     for t in group.trajectories:
         costs = [sum(t.loss_mask[t.fork_at :]), sum(call.executed for call in t.own_tool_calls)]
         if t.parent_id is None:
@@ -176,7 +179,8 @@ def sums_of(line: dict) -> np.ndarray:
 
     With GRPO the first four sums are over all roots except the first.
     """
-    roots, branches = np.array(line["roots"], float), np.array(line["branches"], float).reshape(-1, 7)
+    roots = np.array(line["roots"], float)
+    branches = np.array(line["branches"], float).reshape(-1, 7)
     new_roots = np.concatenate([np.abs(np.diff(roots[:, :2], axis=0)), roots[1:, 2:]], axis=1).sum(axis=0)
     forked = branches[:, 3:].sum(axis=0)
     whole = new_roots + forked
@@ -215,7 +219,9 @@ def interval(values: np.ndarray) -> str:
 
 def report(lines: list[dict]) -> str:
     """Return the tables: the samples of each arm; each arm's contrast per cost, relative to other arms."""
-    sums, tables, rows = totals(lines), [], []
+    sums = totals(lines)
+    tables = []
+    rows = []
     for arm in sums:
         own = [line for line in lines if line["arm"] == arm]
         branches = np.array([branch for line in own for branch in line["branches"]], float).reshape(-1, 7)

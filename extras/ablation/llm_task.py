@@ -22,7 +22,9 @@ from extras.llm_demo import gsm8k
 LINES = range(3, 7)
 MAX_CHARS = 560
 """Limit for question and solution together: short texts with long chains, for few cores."""
-CANDIDATES, NUM_SFT, NUM_QUESTIONS = 96, 40, 20
+CANDIDATES = 96
+NUM_SFT = 40
+NUM_QUESTIONS = 20
 
 
 def build(out: Path, folder: str) -> None:

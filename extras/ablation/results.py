@@ -113,7 +113,8 @@ def estimate(values: Sequence[float]) -> dict[str, float]:
     """
     from scipy.special import stdtrit
 
-    n, centre = len(values), mean(values)
+    n = len(values)
+    centre = mean(values)
     if n < 3:
         return {"mean": centre, "seeds": n}
     half = float(stdtrit(n - 1, 0.975) * np.std(values, ddof=1) / np.sqrt(n))
@@ -130,7 +131,8 @@ def estimate_share(values: Sequence[float]) -> dict[str, float]:
     """
     from scipy.special import stdtrit
 
-    n, centre = len(values), mean(values)
+    n = len(values)
+    centre = mean(values)
     if n < 3:
         return {"mean": centre, "seeds": n}
     variance = float(np.var(values, ddof=1)) / n
@@ -222,7 +224,8 @@ def algorithms_table(table: dict[str, dict], target_reward: float) -> str:
     head += [f"steps to reward {target_reward:g}", "seconds to it [95 % t]"]
     rows = []
     for algorithm, row in table.items():
-        num_seeds, reached = len(row["seeds"]), row["steps_to_target"]
+        num_seeds = len(row["seeds"])
+        reached = row["steps_to_target"]
         cells = [algorithm, str(num_seeds), interval(row["accuracy"]), f"{row['reward']['mean']:.3f}"]
         cells += [interval(row.get(f"minus_{r}"), sign="+") for r in references]
         cells += [f"{row[name]['mean']:,.0f}" for name in TOTALS]

@@ -52,7 +52,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-RECALL_STEPS, RECALL_SEQUENCES, RECALL_TOKENS, RECALL_LR = 250, 54, 64, 3e-3
+RECALL_STEPS = 250
+RECALL_SEQUENCES = 54
+RECALL_TOKENS = 64
+RECALL_LR = 3e-3
 
 
 def build(out: Path, seed: int, task: str = "plain") -> None:

@@ -128,7 +128,8 @@ class LongTrace(Trace):
             word, _, rest = self.told(f"trail {name}").partition(" ")
             if word in HABITS:
                 way = self.pick(HABITS[word])
-                thought, name = f"try {way}", f"{code} {way}"
+                thought = f"try {way}"
+                name = f"{code} {way}"
             elif word == "next":
                 code = name = rest
                 thought = "go on"

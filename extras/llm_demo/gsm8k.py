@@ -86,7 +86,8 @@ def downloaded(part: str) -> Path:
     """Return the Hub's file of this part, from the local cache or over the network. Raises UserError."""
     from huggingface_hub import hf_hub_download
 
-    offline, file = not hub_answers(), f"main/{part}-00000-of-00001.parquet"
+    offline = not hub_answers()
+    file = f"main/{part}-00000-of-00001.parquet"
     try:
         return Path(hf_hub_download(HUB_NAME, file, repo_type="dataset", local_files_only=offline))
     except OSError as error:
@@ -117,7 +118,8 @@ def parse_solution(row: dict[str, str]) -> tuple[list[Step], str]:
 
     Lines without an annotation go before the thought of the next annotated line.
     """
-    steps, before = [], ""
+    steps = []
+    before = ""
     for line in row["answer"].rpartition("####")[0].splitlines():
         if not line.strip():
             continue
@@ -138,9 +140,12 @@ def parse_line(line: str) -> Step:
     Step(thought='She earned 12/60 per minute.', code='print(12/60)', values=(0.2,), told='She earned 12/60 = $0.2 ...')
     """
     thought = told = ""
-    code, values, position = [], [], 0
+    code = []
+    values = []
+    position = 0
     for annotation in _ANNOTATION.finditer(line):
-        expression, value = annotation[1].strip(), annotation[2].strip().replace(",", "")
+        expression = annotation[1].strip()
+        value = annotation[2].strip().replace(",", "")
         if not _ARITHMETIC.fullmatch(expression):
             raise Unusable("not plain arithmetic")
         between = line[position : annotation.start()]
@@ -168,7 +173,8 @@ def number(text: str) -> float:
 
 def trajectory(row: dict[str, str], steps: list[Step], rest: str, results: dict[str, str]) -> str:
     """Write the solution with calls. `results`: code -> result of the tool. Raises Unusable for a wrong result."""
-    text, printed = "", []
+    text = ""
+    printed = []
     for step in steps:
         result = results[step.code]
         try:
@@ -203,7 +209,8 @@ async def run_all(codes: list[str], tool: Tool) -> dict[str, str]:
 
 def convert(rows: list[dict[str, str]], tool: Tool) -> tuple[list[dict], Counter[str]]:
     """Return SFT rows of the converted solutions, in order, and the number of failed conversions by reason."""
-    parsed, reasons = [], Counter[str]()
+    parsed = []
+    reasons = Counter[str]()
     for row in rows:
         try:
             parsed.append((row, *parse_solution(row)))

@@ -96,7 +96,8 @@ class RedisCache(Cache):
 
     def add(self, rows: Iterable[Row], *, replace_older_s: float = float("inf")) -> int:
         """Add a row if its key is new, or has a "no results" older than `replace_older_s`. Return the number added."""
-        oldest_s, num_new = time.time() - replace_older_s, 0
+        oldest_s = time.time() - replace_older_s
+        num_new = 0
         for batch in _batches(rows):
             with self._client.pipeline(transaction=False) as pipeline:
                 for key, backend, query, value, negative, created_s in batch:

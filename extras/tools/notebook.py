@@ -124,7 +124,8 @@ class NotebookTool(RecordedPython, SessionTool):
                 return await self.run(argument, context, session)
             finally:
                 await self.close(session)
-        code, history = strip_fences(argument), context.history if context else ""
+        code = strip_fences(argument)
+        history = context.history if context else ""
         if refusal := refuse(code):
             return refusal
         key = cache_key(PYTHON, self._params | {"history": history}, code)

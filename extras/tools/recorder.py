@@ -11,7 +11,8 @@ from arpo.errors import UserError
 from arpo.tools.cache.store import open_cache
 from arpo.tools.interface import ToolResult
 
-PYTHON, MCP = "python", "mcp"
+PYTHON = "python"
+MCP = "mcp"
 """Names of the backends in the record."""
 NOT_RECORDED = "Error: there is no recorded result of this call."
 

@@ -73,7 +73,8 @@ def ask(text, max_steps, max_rows):
     """Run statements, and print the rows of the last statement with rows. Exits with the message of an error."""
     if problem:
         raise SystemExit(problem)
-    looks_left, shown = max_steps // STEPS_PER_LOOK, "(no rows)"
+    looks_left = max_steps // STEPS_PER_LOOK
+    shown = "(no rows)"
 
     def must_stop():
         nonlocal looks_left
@@ -106,7 +107,8 @@ def table(cursor, max_rows):
 
 def statements(text):
     """Split a text into statements. "a; b" -> ["a;", " b"]"""
-    found, start = [], 0
+    found = []
+    start = 0
     for end in [i + 1 for i, char in enumerate(text) if char == ";"]:
         if sqlite3.complete_statement(text[start:end]):
             found.append(text[start:end])

@@ -136,7 +136,8 @@ def utf16_counts(text: str, counts: list[int]) -> list[int]:
     """
     if max(text, default="") <= "\uffff":
         return counts
-    units, position = [], len(text) - sum(counts)
+    units = []
+    position = len(text) - sum(counts)
     for count in counts:
         piece = text[position : position + count]
         units.append(count + sum(character > "\uffff" for character in piece))

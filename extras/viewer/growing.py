@@ -16,7 +16,8 @@ from pathlib import Path
 from arpo.errors import UserError
 from arpo.start.load import run_or_exit
 
-GROW_S, HOLD_S = 6.0, 6.0
+GROW_S = 6.0
+HOLD_S = 6.0
 """Seconds of growth, and seconds with the complete tree."""
 COLUMN = 125
 """Width of the part appearing at once, in pixels: half a turn."""

@@ -241,7 +241,8 @@ def make_pages(args: argparse.Namespace) -> None:
         raise UserError(f"--max_groups {args.max_groups}: must be at least 1")
     if args.pages < 0:
         raise UserError(f"--pages {args.pages}: must be at least 0")
-    run, dumps = args.run, dumps_of(args.run)
+    run = args.run
+    dumps = dumps_of(args.run)
     if (run / "viewer").is_symlink():  # a link may lead anywhere
         raise UserError(f"{run / 'viewer'}: is a link, to which no page is written; remove it")
     shown = known_dump(args.file, dumps) if args.file else choose_dump(run, dumps, step=args.step)

@@ -26,7 +26,8 @@ from arpo.config.facts import AtLeast, Between, Needs, ignored, out_of_range
 from arpo.errors import UserError, require
 
 MODES = ("live", "record", "replay", "replay_strict")
-PROGRAM, ADDRESS = Needs("command", use="PROGRAM"), Needs("url", use="ADDRESS")
+PROGRAM = Needs("command", use="PROGRAM")
+ADDRESS = Needs("url", use="ADDRESS")
 DURATION_S = Between(0.001, 86400.0)
 SECRET_NAMES = (
     "key", "token", "secret", "password", "passwd", "passphrase", "pwd", "-pass", "_pass", "_pat", "credential",
@@ -219,7 +220,8 @@ def _check_secrets(server: McpServer, where: str) -> None:
         name = arg.partition("=")[0] if arg.startswith("-") else "one"
         is_secret = _SECRET.search(arg) or (follows and following and following[0] not in "-/$")
         if program in _PASSWORD_CLIENTS and arg.startswith("-p") and arg[2:3] not in ("", "$"):
-            name, is_secret = "-p", True
+            name = "-p"
+            is_secret = True
         is_secret = is_secret or ("://" in arg and _may_hold_key(arg))
         require(not is_secret, f"{where}.args: {name} may be a secret, which messages would show; write $NAME there")
     is_secret = _SECRET.search(server.url) or _may_hold_key(server.url)

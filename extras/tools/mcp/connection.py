@@ -34,7 +34,8 @@ GRACE_S = 1.0
 """Extra time for the client to report an overdue call before we report the timeout."""
 PROBE_S = 5.0
 """Longest time for a live server to list its tools, or to close a session."""
-STDERR_BYTES, MAX_SAID_CHARS = 2000, 300
+STDERR_BYTES = 2000
+MAX_SAID_CHARS = 300
 """Bytes kept from the end of a server's standard error, and the characters of the last line shown in messages."""
 HTTP_FAILED = "Server returned an error response"
 """The client's message for an HTTP error without a JSON-RPC error."""

@@ -13,14 +13,16 @@ import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 PARENT_DIED = signal.SIGUSR1
 """The signal for a dead parent. SIGTERM has another use: the whole session gets it as a request to end soon."""
 
 
 def main(parent: int, command: list[str]) -> int:
     end_with(parent, signal.SIGKILL)
-    guard, keeper = os.getpid(), os.fork()
+    guard = os.getpid()
+    keeper = os.fork()
     if not keeper:
         os.setsid()
         return keep(guard, command)

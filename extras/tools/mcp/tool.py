@@ -119,7 +119,8 @@ class Service:
             if own is None and self.connection is None:
                 self.connection = Connection(self.server)
             connection = own or self.connection
-            left_s, num_tries = self.server.deadline_s, 0
+            left_s = self.server.deadline_s
+            num_tries = 0
             while True:
                 if own and own.has_broken:
                     self._num_lost += 1

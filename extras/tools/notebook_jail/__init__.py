@@ -11,7 +11,8 @@ names the folder. The last three modules run there. So they import only `jail` a
 
 from __future__ import annotations
 
-GREET, COPY = b"\0greet", b"\0copy"
+GREET = b"\0greet"
+COPY = b"\0copy"
 """Two requests without code: "say when the session is ready", and "make a copy, and serve the next socket with it".
 Both have a zero byte, and code never has one. Any other block is a cell, so a session answers a single call just like
 an ordinary supervisor."""

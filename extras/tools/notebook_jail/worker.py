@@ -20,7 +20,9 @@ from jail import syscalls as kernel
 from jail import wire
 from jail.worker import CHANNEL_FD, without_file
 
-READY, CELL, FORK = b"R", b"c", b"f"
+READY = b"R"
+CELL = b"c"
+FORK = b"f"
 """READY is the worker's first message. The supervisor sends CELL before a cell's code. FORK announces a copy, in four
 steps: the supervisor sends FORK; the worker sends FORK back, and the supervisor inspects the worker; the supervisor
 sends FORK again, with the copy's stdout, stderr and channel if a copy is allowed; the worker makes the copy or fails,
