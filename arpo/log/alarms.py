@@ -78,7 +78,7 @@ READ = (
 class Alarms:
     """Watches the metrics of a run. They are the same on all ranks."""
 
-    def __init__(self, run: RunConfig, log: Console, ranks: Ranks, done_steps: int, *, is_corrected: bool = True):
+    def __init__(self, run: RunConfig, log: Console, ranks: Ranks, done_steps: int, *, is_corrected: bool):
         """Read the metrics of the first `done_steps` steps from metrics.jsonl. Collective.
 
         is_corrected: the loss corrects for vLLM's probabilities (loss.rollout_correction).

@@ -27,13 +27,13 @@ class OneRank:
         return value
 
 
-def watch(folder, rows: list[dict], *, done_steps: int = 0, stop: bool = False, **options) -> list[str]:
+def watch(folder, rows: list[dict], *, done_steps: int = 0, stop: bool = False, is_corrected: bool = True) -> list[str]:
     """What is said of these steps, of which the first `done_steps` are in metrics.jsonl."""
     run, lines = RunConfig(dir=str(folder), name="run", stop_on_collapse=stop), Lines()
     run.folder.mkdir(exist_ok=True)
     text = "".join(json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(rows, 1))
     (run.folder / "metrics.jsonl").write_text(text)
-    alarms = Alarms(run, lines, OneRank(), done_steps, **options)
+    alarms = Alarms(run, lines, OneRank(), done_steps, is_corrected=is_corrected)
     for step, row in enumerate(rows[done_steps:], done_steps + 1):
         alarms.check(step, row)
     return lines
@@ -72,8 +72,19 @@ def test_what_changes_slowly_or_is_not_there_is_no_collapse(tmp_path):
     assert watch(tmp_path, [USUAL] * 8 + [{}] * 4 + [{"optim/grad_norm": 0.01}] * 3) == []  # a small step harms nothing
 
 
-def test_a_run_that_goes_on_says_what_it_would_have_said(tmp_path):
-    rows = [USUAL] * 8 + [USUAL | {"optim/grad_norm": 2.0}] * 2
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"loss/entropy": 0.05},
+        {"optim/grad_norm": 2.0},
+        {"response/tokens": 20.0},
+        {"tools/all/not_run": 80.0},
+        {"group/reward_std": 0.09},
+    ],
+    ids=str,
+)
+def test_a_run_that_goes_on_says_what_it_would_have_said(tmp_path, changed):
+    rows = [USUAL] * 8 + [USUAL | changed] * 2
     whole = watch(tmp_path, rows)
     assert len(whole) == 1
     for done_steps in range(10):
