@@ -184,7 +184,7 @@ def main(cfg: RLConfig) -> None:
     for step in range(done_steps + 1, num_steps + 1):
         timers = Timers()
         metrics = Metrics()
-        loss = entropy_target.loss  # cfg.loss with the entropy coefficient of this step
+        loss_cfg = entropy_target.loss_cfg  # cfg.loss with the entropy coefficient of this step
 
         # ---- rollout and reward
         batch = rollouts.next(step, timers)
@@ -193,15 +193,17 @@ def main(cfg: RLConfig) -> None:
         # ---- mini-batches of groups; logprobs and values of their tokens before the update; advantages
         minibatches = make_minibatches(batch.groups, update_cfg, cfg.advantage, ranks)
         metrics.merge(fill_model_outputs(minibatches, models, cfg, timers))
-        metrics.merge(fill_advantages(batch.groups, minibatches, cfg.advantage, loss=cfg.loss, ranks=ranks))
+        metrics.merge(fill_advantages(batch.groups, minibatches, cfg.advantage, loss_cfg=cfg.loss, ranks=ranks))
         # With a critic the mini-batches stay: it learns also from groups that give the policy no gradient.
         if not models.critic:
-            minibatches = drop_if_no_gradient(minibatches, loss, ranks)
+            minibatches = drop_if_no_gradient(minibatches, loss_cfg, ranks)
 
         # ---- update: one optimizer step per mini-batch
         dump = partial(log.trajectories, step, batch.sampled, kind="nonfinite")
         with timers("update"):
-            metrics.merge(update_models(models, minibatches, step=step, loss=loss, cfg=cfg, ranks=ranks, dump=dump))
+            metrics.merge(
+                update_models(models, minibatches, step=step, loss_cfg=loss_cfg, cfg=cfg, ranks=ranks, dump=dump)
+            )
 
         # ---- the engine samples from the new policy
         with timers("sync"):
@@ -377,7 +379,7 @@ def update_models(
     minibatches: list[Minibatch],
     *,
     step: int,
-    loss: LossConfig,
+    loss_cfg: LossConfig,
     cfg: RLConfig,
     ranks: Ranks,
     dump: Callable[[], None],
@@ -401,7 +403,7 @@ def update_models(
                     policy=models.policy,
                     optimizer=models.optimizer,
                     micros=minibatch.micros,
-                    cfg=loss,
+                    cfg=loss_cfg,
                     temperature=cfg.rollout.temperature,
                     max_grad_norm=cfg.optim.max_grad_norm,
                     ranks=ranks,

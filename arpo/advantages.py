@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from arpo.config.named import check_name, is_own
-from arpo.config.returned import ask, entries, numbers
+from arpo.config.returned import call_named, checked_numbers, checked_values
 from arpo.options import AdvantageConfig
 from arpo.selection import trained_on
 from arpo.trajectory import Group, Trajectory
@@ -180,8 +180,8 @@ def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
     # A custom estimator gets copies, with NaN for the logprobs of tool results.
     visible = [t.for_custom_code() for t in trajectories] if is_own(cfg.kind) else trajectories
     evidence = GroupEvidence(rewards, group_ids, visible)
-    advantages = ask("advantage.kind", cfg.kind, GROUP_ESTIMATORS, evidence, cfg)
-    advantages = numbers(advantages, f"advantage.kind={cfg.kind}: the advantages", len(trajectories)).tolist()
+    advantages = call_named("advantage.kind", cfg.kind, GROUP_ESTIMATORS, evidence, cfg)
+    advantages = checked_numbers(advantages, f"advantage.kind={cfg.kind}: the advantages", len(trajectories)).tolist()
     for t, advantage in zip(trajectories, advantages, strict=True):
         t.advantage = advantage
 
@@ -210,13 +210,13 @@ def hard(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
 
 
 def node(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
-    """A token gets the value of its turn, see `turn_values` (AT2PO, arXiv 2601.04767: `child_mean`, `node_value`)."""
-    paths, values = turn_values(group, cfg)
+    """A token gets the value of its turn, see `node_values` (AT2PO, arXiv 2601.04767: `child_mean`, `node_value`)."""
+    paths, values = node_values(group, cfg)
     credits = {}
     for trajectory_id, path in paths.items():
         _, *turns, _ = path  # without the prompt and the leaf
         credits[trajectory_id] = [values[turn] for turn in turns]
-    return by_turn(group, credits)
+    return turn_to_token_credits(group, credits)
 
 
 def node_parent(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
@@ -225,12 +225,12 @@ def node_parent(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
     So earlier decisions count neither for nor against a turn. A turn without siblings gets 0, since it has nothing to
     be compared with: tokens learn only in the first turn, and in turns directly after a fork of the tree.
     """
-    paths, values = turn_values(group, cfg)
+    paths, values = node_values(group, cfg)
     credits = {}
     for trajectory_id, path in paths.items():
         without_leaf = path[:-1]
         credits[trajectory_id] = [values[turn] - values[before] for before, turn in pairwise(without_leaf)]
-    return by_turn(group, credits)
+    return turn_to_token_credits(group, credits)
 
 
 def inter_intra(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
@@ -271,28 +271,28 @@ def token_advantages(group: Group, tree: str, cfg: AdvantageConfig | None = None
     """
     check_name("advantage.tree", tree, "advantages", "TREE_CREDITS")
     visible = group.for_custom_code() if is_own(tree) else group
-    returned = ask("advantage.tree", tree, TREE_CREDITS, visible, cfg or AdvantageConfig())
+    returned = call_named("advantage.tree", tree, TREE_CREDITS, visible, cfg or AdvantageConfig())
 
     trained = trained_on(group)
     subject = f"advantage.tree={tree}: the credits of"
     trajectory_ids = [t.trajectory_id for t in trained]
-    by_trajectory = entries(returned, f"{subject} prompt {group.prompt.prompt_id}", trajectory_ids)
+    by_trajectory = checked_values(returned, f"{subject} prompt {group.prompt.prompt_id}", trajectory_ids)
     credits = {}
     for t, values in zip(trained, by_trajectory, strict=True):
         subject_of_tokens = f"{subject} the tokens of prompt {t.prompt_id}, trajectory {t.trajectory_id}"
-        credits[t.trajectory_id] = numbers(values, subject_of_tokens, len(t.token_ids))
+        credits[t.trajectory_id] = checked_numbers(values, subject_of_tokens, len(t.token_ids))
     return credits
 
 
-Turn = tuple[str, int]
+TreeNode = tuple[str, int]
 """Name of a turn in the group's tree: (id of the trajectory that sampled the turn, the first response position)."""
-PROMPT: Turn = ("", 0)
+PROMPT: TreeNode = ("", 0)
 """Stands for the prompt, the start of every path."""
 LEAF = -1
 """(trajectory_id, LEAF) stands for the trajectory's end."""
 
 
-def turn_values(group: Group, cfg: AdvantageConfig) -> tuple[dict[str, list[Turn]], dict[Turn, float]]:
+def node_values(group: Group, cfg: AdvantageConfig) -> tuple[dict[str, list[TreeNode]], dict[TreeNode, float]]:
     """Return trajectory_id -> path for the trajectories that are trained on, and the value of each point of a path.
 
     A path leads from PROMPT over the trajectory's turns to its leaf, (trajectory_id, LEAF). The value of a leaf is the
@@ -300,26 +300,26 @@ def turn_values(group: Group, cfg: AdvantageConfig) -> tuple[dict[str, list[Turn
     prompt, is the mean over its children; each child counts once, whatever the number of leaves below it.
     """
     trained = trained_on(group)
-    paths = {t.trajectory_id: [PROMPT, *turns_of(t, group), (t.trajectory_id, LEAF)] for t in trained}
+    paths = {t.trajectory_id: [PROMPT, *turn_nodes(t, group), (t.trajectory_id, LEAF)] for t in trained}
     leaf_values = z_scores(np.array([t.reward - t.kl_penalty for t in trained]), cfg, ddof=0)
     values = {(t.trajectory_id, LEAF): float(z) for t, z in zip(trained, leaf_values, strict=True)}
-    children: dict[Turn, list[Turn]] = {}
+    children: dict[TreeNode, list[TreeNode]] = {}
     for path in paths.values():
         for parent, child in pairwise(path):
             if child not in children.setdefault(parent, []):
                 children[parent].append(child)
 
-    def fill(turn: Turn) -> float:
-        if turn not in values:
-            values[turn] = sum(map(fill, children[turn])) / len(children[turn])
-        return values[turn]
+    def fill(node: TreeNode) -> float:
+        if node not in values:
+            values[node] = sum(map(fill, children[node])) / len(children[node])
+        return values[node]
 
     if trained:
         fill(PROMPT)
     return paths, values
 
 
-def turns_of(trajectory: Trajectory, group: Group) -> list[Turn]:
+def turn_nodes(trajectory: Trajectory, group: Group) -> list[TreeNode]:
     """Return the trajectory's turns, in order. Trajectories that share a turn get the same name for it."""
     spans = written_by(trajectory, group)
     turns = []
@@ -330,7 +330,7 @@ def turns_of(trajectory: Trajectory, group: Group) -> list[Turn]:
     return turns
 
 
-def by_turn(group: Group, credits: dict[str, list[float]]) -> dict[str, np.ndarray]:
+def turn_to_token_credits(group: Group, credits: dict[str, list[float]]) -> dict[str, np.ndarray]:
     """Give each turn's credit to the turn's tokens and to the following tool result. Return trajectory_id -> (T,)."""
     tokens = {}
     for t in trained_on(group):

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from arpo.config.returned import ask, number
+from arpo.config.returned import call_named, checked_number
 from arpo.options import PER_NAT, RELEASED_WEIGHT, BranchingConfig
 from arpo.trajectory import BranchDecision, ToolCall
 
@@ -162,8 +162,8 @@ def decide(evidence: Evidence, cfg: BranchingConfig, rng: random.Random) -> tupl
 
     Raises UserError if a rule of the user does not return a probability.
     """
-    probability = ask("branching.selector", cfg.selector, RULES, evidence, cfg)
-    probability = number(probability, f"branching.selector={cfg.selector}: P(branch)", 0.0, 1.0)
+    probability = call_named("branching.selector", cfg.selector, RULES, evidence, cfg)
+    probability = checked_number(probability, f"branching.selector={cfg.selector}: P(branch)", 0.0, 1.0)
     if cfg.threshold is not None:
         return probability > cfg.threshold, probability, None
     draw = rng.random()
@@ -203,13 +203,13 @@ class BranchBudget:
       the result does not change.
     """
 
-    budget: int | None
+    total_children: int | None
     """Number of children of the group. None in AEPO's pre-monitoring phase: all claims wait."""
     max_children: int
     """Number of children of a claim."""
     last_turn: int
     """The last turn at which a decision is possible (= tool calls allowed)."""
-    open: dict[Path, int] = field(default_factory=dict)
+    next_decision: dict[Path, int] = field(default_factory=dict)
     """Trajectory that may still decide -> the turn of the next decision."""
     granted: dict[tuple[int, Path], int] = field(default_factory=dict)
     """Settled claim (turn, path) -> number of children."""
@@ -219,17 +219,17 @@ class BranchBudget:
     @property
     def is_settled(self) -> bool:
         """True once the budget is known and no trajectory of the group can branch any more."""
-        return self.budget is not None and not self.open and not self.waiting
+        return self.total_children is not None and not self.next_decision and not self.waiting
 
     def expect(self, path: Path, turn: int) -> None:
         """Note that the next decision of `path` may be at `turn`."""
-        self.open.pop(path, None)
+        self.next_decision.pop(path, None)
         if turn <= self.last_turn:
-            self.open[path] = turn
+            self.next_decision[path] = turn
 
     def close(self, path: Path) -> None:
         """Note that `path` has ended."""
-        self.open.pop(path, None)
+        self.next_decision.pop(path, None)
 
     def decided(self, turn: int, path: Path, *, wants: bool) -> None:
         """Record the decision of `path` at `turn`. `settle` grants or refuses the claim."""
@@ -244,7 +244,7 @@ class BranchBudget:
         later claims.
         """
         settled: list[tuple[int, Path, list[Path]]] = []
-        if self.budget is None:
+        if self.total_children is None:
             return settled
         progress = True
         while progress:
@@ -267,7 +267,7 @@ class BranchBudget:
     def _grant(self, claim: tuple[int, Path]) -> int | None:
         """Return the number of children of a claim, 0 for a refused claim, None if the claim has to wait."""
         left = self.budget_before(*claim)
-        may_take = sum(self._most_children((turn, path), claim) for path, turn in self.open.items())
+        may_take = sum(self._most_children((turn, path), claim) for path, turn in self.next_decision.items())
         may_take += sum(self._most_children(earlier, claim) for earlier in self.waiting)
         if left - may_take >= self.max_children:
             return self.max_children
@@ -286,9 +286,9 @@ class BranchBudget:
     def undecided(self) -> Iterator[tuple[int, Path]]:
         """Yield each (turn, path) that may still get children."""
         yield from self.waiting
-        yield from ((turn, path) for path, turn in self.open.items())
+        yield from ((turn, path) for path, turn in self.next_decision.items())
 
     def budget_before(self, turn: int, path: Path) -> int:
         """Return the budget that is left when (turn, path) decides, in canonical order."""
-        assert self.budget is not None
-        return self.budget - sum(count for claim, count in self.granted.items() if claim < (turn, path))
+        assert self.total_children is not None
+        return self.total_children - sum(count for claim, count in self.granted.items() if claim < (turn, path))

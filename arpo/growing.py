@@ -190,7 +190,7 @@ class GroupState:
         num_roots = 1 if cfg.dynamic_budget else min(cfg.num_initial_rollouts, size)
         never_branches = cfg.selector == "none" or is_retrospective(cfg.selector)
         budget = BranchBudget(
-            budget=None if cfg.dynamic_budget else size - num_roots,
+            total_children=None if cfg.dynamic_budget else size - num_roots,
             max_children=cfg.max_branches_per_turn,
             last_turn=0 if never_branches else rollout.max_turns - 1,
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from arpo.config.returned import ask, tensor
+from arpo.config.returned import call_named, checked_tensor
 
 MAX_LOG_RATIO = 20.0
 """Bound of a log ratio: exp(20) is far outside every clip range, and still finite in float32."""
@@ -37,8 +37,8 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     logprobs -1, ref_logprobs -2: k1 and abs 1, k2 0.5, k3 0.368.
     """
     difference = logprobs - ref_logprobs
-    kl = ask("loss.kl_estimator", estimator, KL_ESTIMATORS, difference)
-    return tensor(kl, f"loss.kl_estimator={estimator}: the KL", tuple(difference.shape))
+    kl = call_named("loss.kl_estimator", estimator, KL_ESTIMATORS, difference)
+    return checked_tensor(kl, f"loss.kl_estimator={estimator}: the KL", tuple(difference.shape))
 
 
 def k3(difference: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from arpo.config.returned import ask, instance, tensor
+from arpo.config.returned import call_named, checked_instance, checked_tensor
 from arpo.kl import MAX_LOG_RATIO, token_kl
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
@@ -145,13 +145,13 @@ def token_losses(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
     """Return the token losses of `cfg.kind`. Raises UserError if a custom loss returns other types or shapes."""
     option = f"loss.kind={cfg.kind}"
     shape = tuple(inputs.logprobs.shape)
-    tokens = ask("loss.kind", cfg.kind, TOKEN_LOSSES, inputs, cfg)
-    instance(tokens, f"{option}: the returned value", TokenLosses)
-    tensor(tokens.losses, f"{option}: TokenLosses.losses", shape)
-    tensor(tokens.ratio, f"{option}: TokenLosses.ratio", shape)
-    instance(tokens.metrics, f"{option}: TokenLosses.metrics", dict)
+    tokens = call_named("loss.kind", cfg.kind, TOKEN_LOSSES, inputs, cfg)
+    checked_instance(tokens, f"{option}: the returned value", TokenLosses)
+    checked_tensor(tokens.losses, f"{option}: TokenLosses.losses", shape)
+    checked_tensor(tokens.ratio, f"{option}: TokenLosses.ratio", shape)
+    checked_instance(tokens.metrics, f"{option}: TokenLosses.metrics", dict)
     for name, values in tokens.metrics.items():
-        tensor(values, f"{option}: TokenLosses.metrics[{name!r}]", shape)
+        checked_tensor(values, f"{option}: TokenLosses.metrics[{name!r}]", shape)
     return tokens
 
 
@@ -164,17 +164,17 @@ class EntropyTarget:
 
     def __init__(self, cfg: LossConfig, entropies: Iterable[float] = ()):
         """entropies: mean entropy (nats) of each step that a resumed run has done before."""
-        self.loss = cfg
+        self.loss_cfg = cfg
         """The options of the loss, with the coefficient for the next step."""
         for entropy in entropies:
             self.add(entropy)
 
     def add(self, entropy: float | None) -> None:
         """Take the mean entropy (nats) of a step; None if the step updated nothing."""
-        if self.loss.entropy_target is None or entropy is None:
+        if self.loss_cfg.entropy_target is None or entropy is None:
             return
-        change = math.copysign(ENTROPY_STEP, self.loss.entropy_target - entropy)
-        self.loss = replace(self.loss, entropy_coefficient=max(self.loss.entropy_coefficient + change, 0.0))
+        change = math.copysign(ENTROPY_STEP, self.loss_cfg.entropy_target - entropy)
+        self.loss_cfg = replace(self.loss_cfg, entropy_coefficient=max(self.loss_cfg.entropy_coefficient + change, 0.0))
 
 
 def ppo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
@@ -296,11 +296,11 @@ def loss_denominator(mask: Tensor, aggregation: str) -> Tensor:
 def sums_and_counts(losses: Tensor, mask: Tensor, aggregation: str) -> tuple[Tensor, Tensor]:
     """Return each row's sum and count, (B,) each. Raises UserError if a custom aggregation returns other shapes."""
     option = f"loss.aggregation={aggregation}"
-    returned = ask("loss.aggregation", aggregation, AGGREGATIONS, losses, mask)
-    sums, counts = instance(returned, f"{option}: the returned value", tuple, length=2)
+    returned = call_named("loss.aggregation", aggregation, AGGREGATIONS, losses, mask)
+    sums, counts = checked_instance(returned, f"{option}: the returned value", tuple, length=2)
     shape = (len(mask),)
-    tensor(sums, f"{option}: the rows' sums", shape)
-    tensor(counts, f"{option}: the rows' counts", shape)
+    checked_tensor(sums, f"{option}: the rows' sums", shape)
+    checked_tensor(counts, f"{option}: the rows' counts", shape)
     return sums, counts
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from arpo.branching import Path
 from arpo.config.named import is_own
-from arpo.config.returned import ask, instance, integer, number, shown
+from arpo.config.returned import call_named, checked_instance, checked_integer, checked_number, shown
 from arpo.errors import UserError
 from arpo.growing import GroupState
 from arpo.options import BranchingConfig
@@ -189,21 +189,21 @@ def chosen_forks(finished: Group, budget: int, cfg: BranchingConfig, rng: random
     # Rewards are NaN for a user's selector, not None or 0: all that is computed from NaN is NaN, and refused below.
     visible = finished.for_custom_code(reward=math.nan) if is_own(cfg.selector) else finished
     what = f"branching.selector={cfg.selector}"
-    returned = ask("branching.selector", cfg.selector, EXPANSIONS, visible, budget, cfg, rng)
+    returned = call_named("branching.selector", cfg.selector, EXPANSIONS, visible, budget, cfg, rng)
     num_turns = {t.trajectory_id: len(t.turns) for t in finished.trajectories}
     forks = []
-    for fork in instance(returned, f"{what}: the returned value", list)[:budget]:
-        instance(fork, f"{what}: an entry of the returned list", Fork)
+    for fork in checked_instance(returned, f"{what}: the returned value", list)[:budget]:
+        checked_instance(fork, f"{what}: an entry of the returned list", Fork)
         if fork.trajectory_id not in num_turns:
             ids = ", ".join(num_turns)
             raise UserError(f"{what}: there is no trajectory {shown(fork.trajectory_id)} to fork; there are {ids}")
         where = f"{what}: in the Fork of trajectory {fork.trajectory_id}"
-        turn = integer(fork.turn, f"{where}, the turn", 0, num_turns[fork.trajectory_id] - 1)
+        turn = checked_integer(fork.turn, f"{where}, the turn", 0, num_turns[fork.trajectory_id] - 1)
         score = None
         if fork.score is not None:
             is_nan = isinstance(fork.score, float) and math.isnan(fork.score)
             hint = " (what a selector does not see is NaN: logprobs of results, rewards)" if is_nan else ""
-            score = number(fork.score, f"{where} at turn {turn}, the score{hint}")
+            score = checked_number(fork.score, f"{where} at turn {turn}, the score{hint}")
         forks.append(Fork(fork.trajectory_id, turn, score))
     return forks
 

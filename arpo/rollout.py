@@ -81,7 +81,7 @@ class Rollout:
     def start_turn(self, live: Live, *, is_note: bool = False) -> None:
         live.begin_turn(is_note=is_note)
         self.decoding[live.key] = live
-        if live.group.budget.open.get(live.path) == live.turn_index:
+        if live.group.budget.next_decision.get(live.path) == live.turn_index:
             self.tools.sessions.mark(live.owner, live.turn_index)  # a child may begin here
         self.submit(live)
 
@@ -104,6 +104,8 @@ class Rollout:
             seed=seed_from(seed),
             num_entropy_tokens=max(self.num_entropy_tokens - len(sampled), 0),
             num_top_logprobs=self.num_top_logprobs,
+            # A chunk is the first token, the next ones up to the k that the entropy needs, and so on. With carry-over
+            # each token is a chunk, because cutting a turn loses the tokens of an unfinished chunk.
             num_chunk_tokens=1 if self.cfg.carry_over else max(self.num_entropy_tokens - 1, 1),
         )
         live.watch = StopWatch.at_cut(sampled, spec.stop)
@@ -245,7 +247,7 @@ class Rollout:
     def decide(self, live: Live) -> None:
         """Take the branch decision on the tool result before the current turn, if the decision is this trajectory's."""
         group = live.group
-        if group.budget.open.get(live.path) != live.turn_index:
+        if group.budget.next_decision.get(live.path) != live.turn_index:
             return
         executed = [call.tag for call in live.trajectory.tool_calls if call.executed]
         group.decide(live, self.branching, refused_by=self.tools.sessions.refusal(executed))
@@ -306,10 +308,10 @@ class Rollout:
         self.num_unfinished -= 1
         self.tools.sessions.end(live.owner)
         group.budget.close(live.path)
-        if group.budget.budget is None:  # AEPO's pre-monitoring trajectory, alone in its group until now
+        if group.budget.total_children is None:  # AEPO's pre-monitoring trajectory, alone in its group until now
             num_roots = group.num_roots_after(live.trajectory, self.branching.budget_weight)
             self.start_roots(group, num_roots - 1, may_branch=True)
-            group.budget.budget = group.size - num_roots
+            group.budget.total_children = group.size - num_roots
         self.grow(group)
         group.wall_s[live.path] = time.perf_counter() - live.began_at_s if live.began_at_s else 0.0
         if group.is_finished:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arpo.config.returned import ask, instance, tensor
+from arpo.config.returned import call_named, checked_instance, checked_tensor
 from arpo.kl import MAX_LOG_RATIO
 from arpo.losses import mean_over_sequence
 from arpo.metrics import Metrics
@@ -52,18 +52,18 @@ def corrected(log_weights: Tensor, keep: Tensor, cfg: LossConfig) -> tuple[Tenso
     shape = tuple(log_weights.shape)
 
     def call_function(index: int, *arguments: Any) -> Any:
-        return ask("loss.rollout_correction", name, ROLLOUT_CORRECTIONS, *arguments, pair=index)
+        return call_named("loss.rollout_correction", name, ROLLOUT_CORRECTIONS, *arguments, pair=index)
 
     combined = call_function(0, log_weights, keep)
-    tensor(combined, f"{option}: the combined log weights", shape, (shape[0], 1))
+    checked_tensor(combined, f"{option}: the combined log weights", shape, (shape[0], 1))
     weights = combined.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(log_weights)
 
     bounded = call_function(1, weights, cfg)
-    weights, changed = instance(bounded, f"{option}: the bounded weights", tuple, length=2)
-    instance(changed, f"{option}: the changed tokens", dict)
+    weights, changed = checked_instance(bounded, f"{option}: the bounded weights", tuple, length=2)
+    checked_instance(changed, f"{option}: the changed tokens", dict)
     for key, tokens in changed.items():
-        tensor(tokens, f"{option}: the changed tokens {key!r}", shape)
-    tensor(weights, f"{option}: the weights", shape)
+        checked_tensor(tokens, f"{option}: the changed tokens {key!r}", shape)
+    checked_tensor(weights, f"{option}: the weights", shape)
     return weights, changed
 
 

@@ -50,7 +50,7 @@ class Minibatch:
 
 
 def make_minibatches(
-    groups: list[Group], cfg: UpdateConfig, advantage: AdvantageConfig, ranks: Ranks
+    groups: list[Group], cfg: UpdateConfig, advantage_cfg: AdvantageConfig, ranks: Ranks
 ) -> list[Minibatch]:
     """Cut a step's groups, in order, into mini-batches. Leave out a mini-batch without anything to train on."""
     assert cfg.layout != "auto", "resolve_layout first"
@@ -58,7 +58,7 @@ def make_minibatches(
     minibatches = []
     for start in range(0, len(groups), cfg.num_prompts_per_minibatch):
         chosen = groups[start : start + cfg.num_prompts_per_minibatch]
-        trajectories = training_trajectories(chosen, advantage)
+        trajectories = training_trajectories(chosen, advantage_cfg)
         if not trajectories:
             continue
         rows = [row_of(chosen[index], t) for index, t in trajectories]
@@ -126,16 +126,16 @@ def use_as_old_logprobs(micro: MicroBatch, logprobs: torch.Tensor, entropies: to
 
 
 def fill_advantages(
-    groups: list[Group], minibatches: list[Minibatch], cfg: AdvantageConfig, loss: LossConfig, ranks: Ranks
+    groups: list[Group], minibatches: list[Minibatch], cfg: AdvantageConfig, loss_cfg: LossConfig, ranks: Ranks
 ) -> Metrics:
     """Fill each token's advantage: from its trajectory's group, or, under a critic, from the token's value."""
     metrics = Metrics()
-    if loss.kl_coefficient and loss.kl_in == "reward":
+    if loss_cfg.kl_coefficient and loss_cfg.kl_in == "reward":
         for minibatch in minibatches:
-            metrics.merge(penalize(minibatch, loss, ranks))
+            metrics.merge(penalize(minibatch, loss_cfg, ranks))
     if cfg.needs_critic:
         for minibatch in minibatches:
-            fill_from_critic(minibatch, cfg, loss, ranks)
+            fill_from_critic(minibatch, cfg, loss_cfg, ranks)
         return metrics
     assign_advantages(groups, cfg)
     for minibatch in minibatches:
@@ -146,24 +146,24 @@ def fill_advantages(
     return metrics
 
 
-def drop_if_no_gradient(minibatches: list[Minibatch], loss: LossConfig, ranks: Ranks) -> list[Minibatch]:
+def drop_if_no_gradient(minibatches: list[Minibatch], loss_cfg: LossConfig, ranks: Ranks) -> list[Minibatch]:
     """Return the mini-batches, or [] if all gradients of this training step would be 0. Collective.
 
     The gradients are 0 if all advantages are 0 and the loss has no KL or entropy term. Without this, momentum and
     weight decay of the optimizer would move the policy although there is nothing to learn.
     """
-    if loss.entropy_coefficient or (loss.kl_coefficient and loss.kl_in == "loss"):
+    if loss_cfg.entropy_coefficient or (loss_cfg.kl_coefficient and loss_cfg.kl_in == "loss"):
         return minibatches
     has_gradient = any(bool(micro.advantages.any()) for minibatch in minibatches for micro in minibatch.micros)
     [num_ranks_with_gradient] = ranks.all_reduce_sum(float(has_gradient))
     return minibatches if num_ranks_with_gradient else []
 
 
-def penalize(minibatch: Minibatch, loss: LossConfig, ranks: Ranks) -> Metrics:
+def penalize(minibatch: Minibatch, loss_cfg: LossConfig, ranks: Ranks) -> Metrics:
     """Fill `trajectory.kl_penalty` on all ranks: coefficient * KL to the reference, summed over the loss tokens."""
     row_ids = [row_id for micro in minibatch.micros for row_id in micro.row_ids]
     # An empty micro-batch has a row, but no row id: cut it off.
-    sums = [kl_penalties(micro, loss).sum(-1)[: len(micro.row_ids)] for micro in minibatch.micros]  # (B,) each
+    sums = [kl_penalties(micro, loss_cfg).sum(-1)[: len(micro.row_ids)] for micro in minibatch.micros]  # (B,) each
     local_penalties = dict(zip(row_ids, torch.cat(sums).tolist(), strict=True))
     metrics = Metrics()
     for penalty in local_penalties.values():  # each rank counts its own rows
@@ -175,13 +175,13 @@ def penalize(minibatch: Minibatch, loss: LossConfig, ranks: Ranks) -> Metrics:
     return metrics
 
 
-def kl_penalties(micro: MicroBatch, loss: LossConfig) -> torch.Tensor:
+def kl_penalties(micro: MicroBatch, loss_cfg: LossConfig) -> torch.Tensor:
     """Return coefficient * KL of each loss token before the update, (B, T); 0 at other tokens."""
-    kl = token_kl(micro.old_logprobs, micro.ref_logprobs, loss.kl_estimator)
-    return loss.kl_coefficient * torch.where(micro.loss_mask, kl, 0.0)
+    kl = token_kl(micro.old_logprobs, micro.ref_logprobs, loss_cfg.kl_estimator)
+    return loss_cfg.kl_coefficient * torch.where(micro.loss_mask, kl, 0.0)
 
 
-def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss: LossConfig, ranks: Ranks) -> None:
+def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss_cfg: LossConfig, ranks: Ranks) -> None:
     """Fill advantages and returns from the critic's `old_values`. The reward comes with the last loss token.
 
     The advantages, but not the returns, are whitened over the loss tokens of the global mini-batch.
@@ -189,8 +189,8 @@ def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss: LossConfi
     by_row = [reward_at_the_end(t) for _, t in minibatch.trajectories]
     for micro in minibatch.micros:
         rewards = micro.rows_to_tensor(by_row)  # (B, T)
-        if loss.kl_coefficient and loss.kl_in == "reward":
-            rewards -= kl_penalties(micro, loss)
+        if loss_cfg.kl_coefficient and loss_cfg.kl_in == "reward":
+            rewards -= kl_penalties(micro, loss_cfg)
         evidence = CriticEvidence(rewards, micro.old_values, micro.loss_mask)
         micro.advantages, micro.returns = CRITIC_ESTIMATORS[cfg.kind](evidence, cfg)
     mean, std = global_statistics([micro.at_loss_tokens(micro.advantages) for micro in minibatch.micros], ranks)

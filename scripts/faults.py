@@ -14,7 +14,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("above & inputs.mask, high * ratio / ratio.detach()", "above & inputs.mask, high * ratio.detach() / ratio"),
         ("mean * mean) / (count - 1)", "mean * mean) / count"),
         ("(losses.sum(-1) / mask.sum(-1).clamp(min=1)", "(losses.sum(-1) / mask.shape[-1]"),
-        ("ENTROPY_STEP, self.loss.entropy_target - entropy", "ENTROPY_STEP, entropy - self.loss.entropy_target"),
+        ("self.loss_cfg.entropy_target - entropy)", "entropy - self.loss_cfg.entropy_target)"),
         ("== all_ids) & mask[..., None]", "== all_ids)"),
     ],
     ("kl", "test_kl"): [

@@ -169,7 +169,7 @@ def test_the_forecast_says_how_many_roots_forks_and_decisions_a_prompt_has(branc
 
 
 def test_first_round_claims_are_granted_without_waiting_when_the_budget_covers_everybody():
-    ledger = BranchBudget(budget=8, max_children=1, last_turn=3)
+    ledger = BranchBudget(total_children=8, max_children=1, last_turn=3)
     for root in range(8):
         ledger.expect((root,), 1)
     ledger.decided(1, (7,), wants=True)
@@ -177,7 +177,7 @@ def test_first_round_claims_are_granted_without_waiting_when_the_budget_covers_e
 
 
 def test_a_claim_waits_while_an_earlier_one_may_still_take_the_last_place():
-    ledger = BranchBudget(budget=1, max_children=1, last_turn=1)
+    ledger = BranchBudget(total_children=1, max_children=1, last_turn=1)
     ledger.expect((0,), 1)
     ledger.expect((1,), 1)
     ledger.decided(1, (1,), wants=True)
@@ -187,9 +187,9 @@ def test_a_claim_waits_while_an_earlier_one_may_still_take_the_last_place():
 
 
 def test_nothing_is_granted_before_the_budget_is_known():
-    ledger = BranchBudget(budget=None, max_children=1, last_turn=3)
+    ledger = BranchBudget(total_children=None, max_children=1, last_turn=3)
     ledger.expect((0,), 1)
     ledger.decided(1, (0,), wants=True)
     assert ledger.settle() == []
-    ledger.budget = 1
+    ledger.total_children = 1
     assert ledger.settle() == [(1, (0,), [(0, 0)])]

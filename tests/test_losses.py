@@ -319,5 +319,5 @@ def test_the_entropy_coefficient_follows_the_entropy(target, entropies, expected
     uninterrupted = EntropyTarget(cfg)
     for entropy in [None, *entropies]:  # the first step updated nothing
         uninterrupted.add(entropy)
-    assert resumed.loss == uninterrupted.loss
-    assert resumed.loss.entropy_coefficient == pytest.approx(expected, abs=1e-12)
+    assert resumed.loss_cfg == uninterrupted.loss_cfg
+    assert resumed.loss_cfg.entropy_coefficient == pytest.approx(expected, abs=1e-12)

@@ -18,7 +18,7 @@ from arpo.advantages import assign_advantages, token_advantages
 from arpo.batch import MicroBatch
 from arpo.branching import Evidence, decide
 from arpo.config.named import find
-from arpo.config.returned import number, numbers, shown, whole_text
+from arpo.config.returned import checked_number, checked_numbers, shown, whole_text
 from arpo.config.rewards import RewardConfig
 from arpo.data.order import add_groups, make_order, next_prompts
 from arpo.errors import UserError
@@ -55,8 +55,8 @@ def own(tmp_path, monkeypatch):
     [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), np.array([1.0]), torch.tensor(1), torch.ones(1, 1)],
 )
 def test_a_number_of_any_library_is_a_number(value):
-    assert number(value, "x") == 1.0 and type(number(value, "x")) is float
-    assert number(torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), "x") == 0.5
+    assert checked_number(value, "x") == 1.0 and type(checked_number(value, "x")) is float
+    assert checked_number(torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), "x") == 0.5
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ def test_a_number_of_any_library_is_a_number(value):
 )
 def test_what_is_no_number_is_one_line(value, words):
     with pytest.raises(UserError) as caught:
-        number(value, "x", 0, 1)
+        checked_number(value, "x", 0, 1)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_arrays_of_any_library_are_arrays_of_their_length():
     for values in ([1, 2], (1.0, 2.0), np.array([1, 2], dtype=np.float32), torch.tensor([1, 2], dtype=torch.bfloat16)):
-        assert numbers(values, "x", 2).tolist() == [1.0, 2.0]
+        assert checked_numbers(values, "x", 2).tolist() == [1.0, 2.0]
     for values, words in (
         ([1, 2, 3], "x are 3 numbers; they must be 2 numbers"),
         (np.ones((2, 1)), r"x are of the shape \(2, 1\)"),  # trl PR #3577: a column broadcasts
@@ -91,7 +91,7 @@ def test_arrays_of_any_library_are_arrays_of_their_length():
         ({"a": 1}, r"x are \{'a': 1\} \(dict\); they must be 2 numbers"),
     ):
         with pytest.raises(UserError, match=words):
-            numbers(values, "x", 2)
+            checked_numbers(values, "x", 2)
 
 
 def test_what_is_shown_is_one_line_of_the_users_value():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.sample_groups import sample_groups
 
-from arpo.advantages import TREE_CREDITS, assign_advantages, turns_of
+from arpo.advantages import TREE_CREDITS, assign_advantages, turn_nodes
 from arpo.options import AdvantageConfig
 from arpo.selection import trained_on
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
@@ -114,7 +114,7 @@ def test_trajectories_of_a_rollout_share_a_turn_exactly_where_they_share_its_tok
     [group] = mixed_groups()
     compared = []
     for a, b in combinations(group.trajectories, 2):
-        names = list(zip(turns_of(a, group), turns_of(b, group), strict=False))
+        names = list(zip(turn_nodes(a, group), turn_nodes(b, group), strict=False))
         for (x, y), turn_a, turn_b in zip(names[:-1], a.turns, b.turns, strict=False):
             assert (x == y) == (a.token_ids[: turn_a.end] == b.token_ids[: turn_b.end])
             compared.append(x == y)
@@ -128,9 +128,9 @@ def test_hard_gives_a_turn_the_mean_over_all_leaves_below_it():
     hard = turn_credits(group, "hard")
     below: dict[tuple, list[float]] = {}
     for t in group.trajectories:
-        for turn in turns_of(t, group):
+        for turn in turn_nodes(t, group):
             below.setdefault(turn, []).append(t.advantage)
     assert max(map(len, below.values())) > 2
     for t in group.trajectories:
-        means = [sum(below[turn]) / len(below[turn]) for turn in turns_of(t, group)]
+        means = [sum(below[turn]) / len(below[turn]) for turn in turn_nodes(t, group)]
         assert hard[t.trajectory_id] == pytest.approx(means)

@@ -1,8 +1,8 @@
 """Checks the values that a user's functions (FILE.py:NAME) return: type, length, range, finite numbers.
 
-`call` and `ask` call a user's function. The other functions check a returned value. All raise a UserError of one line.
-The line begins with `what`: the option, the function, and the value's meaning. This module does not import torch, and
-recognises a tensor by its methods.
+`call_custom` and `call_named` call a user's function. The other functions check a returned value. All raise a UserError
+of one line. The line begins with `subject`: the option, the function, and the value's meaning. This module does not
+import torch, and recognises a tensor by its methods.
 """
 
 from __future__ import annotations
@@ -20,32 +20,34 @@ MAX_SHOWN_CHARS = 80
 T = TypeVar("T")
 
 
-def call(what: str, function: Callable[..., T], *arguments: Any) -> T:
+def call_custom(subject: str, function: Callable[..., T], *arguments: Any) -> T:
     """Call a user's function. Raises UserError if the function raises."""
     try:
         return function(*arguments)
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{what} failed ({brief(error)})") from error
+        raise UserError(f"{subject} failed ({brief(error)})") from error
 
 
-def ask(option: str, value: str, ours: Mapping[str, Callable[..., T]], *arguments: Any, pair: int | None = None) -> T:
+def call_named(
+    option: str, value: str, ours: Mapping[str, Callable[..., T]], *arguments: Any, pair: int | None = None
+) -> T:
     """Call the function named by an option. Raises UserError if the function is the user's, and raises.
 
     `pair`: the option names a pair of functions; call the first (0) or the second (1).
     """
     function = find(option, value, ours)
-    what = f"{option}={value}"
+    subject = f"{option}={value}"
     if pair is not None:
-        function = instance(function, what, tuple, length=2)[pair]
-    return call(what, function, *arguments) if is_own(value) else function(*arguments)
+        function = checked_instance(function, subject, tuple, length=2)[pair]
+    return call_custom(subject, function, *arguments) if is_own(value) else function(*arguments)
 
 
-def number(value: object, what: str, low: float = -math.inf, high: float = math.inf) -> float:
+def checked_number(value: object, subject: str, low: float = -math.inf, high: float = math.inf) -> float:
     """Return a number of Python, NumPy or torch as a float. It must be finite, and within [low, high].
 
-    >>> number(True, "branching.selector=my.py:f: P(branch)", 0, 1)
+    >>> checked_number(True, "branching.selector=my.py:f: P(branch)", 0, 1)
     1.0
     """
     try:
@@ -54,18 +56,18 @@ def number(value: object, what: str, low: float = -math.inf, high: float = math.
             raise TypeError("a text is no number")
         found = float(plain)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise UserError(f"{what} is {shown(value)}; it must be a number") from None
+        raise UserError(f"{subject} is {shown(value)}; it must be a number") from None
     if not math.isfinite(found):
-        raise UserError(f"{what} is {found}; it must be finite")
+        raise UserError(f"{subject} is {found}; it must be finite")
     if not low <= found <= high:
-        raise UserError(f"{what} is {found:g}; it must be from {low:g} to {high:g}")
+        raise UserError(f"{subject} is {found:g}; it must be from {low:g} to {high:g}")
     return found
 
 
-def numbers(values: object, what: str, length: int) -> Any:
+def checked_numbers(values: object, subject: str, length: int) -> Any:
     """Return finite numbers as a NumPy array, (length,) float64.
 
-    >>> numbers((1, 2), "advantage.kind=my.py:f: the advantages", 2)
+    >>> checked_numbers((1, 2), "advantage.kind=my.py:f: the advantages", 2)
     array([1., 2.])
     """
     import numpy as np  # here, because a command's --help imports the config too
@@ -74,64 +76,64 @@ def numbers(values: object, what: str, length: int) -> Any:
         plain = values.detach().double().cpu() if hasattr(values, "detach") else values
         found = np.asarray(plain, dtype=np.float64)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise UserError(f"{what} are {shown(values)}; they must be {length} numbers") from None
+        raise UserError(f"{subject} are {shown(values)}; they must be {length} numbers") from None
     if found.shape != (length,):
         has = {0: shown(values), 1: f"{found.size} numbers"}.get(found.ndim, f"of the shape {found.shape}")
-        raise UserError(f"{what} are {has}; they must be {length} numbers")
+        raise UserError(f"{subject} are {has}; they must be {length} numbers")
     is_finite = np.isfinite(found)
     if not is_finite.all():
         index = int(is_finite.argmin())
-        raise UserError(f"{what} hold {found[index]} (at {index} of {length}); all must be finite")
+        raise UserError(f"{subject} hold {found[index]} (at {index} of {length}); all must be finite")
     return found
 
 
-def tensor(value: Any, what: str, *shapes: tuple[int, ...]) -> Any:
+def checked_tensor(value: Any, subject: str, *shapes: tuple[int, ...]) -> Any:
     """Return the value if it is a tensor of one of these shapes."""
     # its numbers are not checked: that would make the host wait for the GPU
     if not hasattr(value, "detach"):
-        raise UserError(f"{what} is {shown(value)}; it must be a tensor")
+        raise UserError(f"{subject} is {shown(value)}; it must be a tensor")
     if tuple(value.shape) not in shapes:
         expected = " or ".join(map(str, dict.fromkeys(shapes)))
-        raise UserError(f"{what} has the shape {tuple(value.shape)}; it must have {expected}")
+        raise UserError(f"{subject} has the shape {tuple(value.shape)}; it must have {expected}")
     return value
 
 
-def integer(value: Any, what: str, low: int, high: int) -> int:
+def checked_integer(value: Any, subject: str, low: int, high: int) -> int:
     """Return an integer of Python, NumPy or torch within [low, high]."""
     try:
         found = operator.index(value)
     except TypeError:
-        raise UserError(f"{what} is {shown(value)}; it must be an integer") from None
+        raise UserError(f"{subject} is {shown(value)}; it must be an integer") from None
     if not low <= found <= high:
-        raise UserError(f"{what} is {found}; it must be from {low} to {high}")
+        raise UserError(f"{subject} is {found}; it must be from {low} to {high}")
     return found
 
 
-def integers(values: Any, what: str, high: int) -> list[int]:
+def checked_integers(values: Any, subject: str, high: int) -> list[int]:
     """Return a sequence of integers within [0, high], such as token ids, as a list."""
     try:
         found = list(values)
     except TypeError:
-        raise UserError(f"{what} are {shown(values)}; they must be a list of integers") from None
-    return [integer(value, f"{what}: entry {index}", 0, high) for index, value in enumerate(found)]
+        raise UserError(f"{subject} are {shown(values)}; they must be a list of integers") from None
+    return [checked_integer(value, f"{subject}: entry {index}", 0, high) for index, value in enumerate(found)]
 
 
-def instance(value: object, what: str, kind: type[T], length: int | None = None) -> T:
+def checked_instance(value: object, subject: str, kind: type[T], length: int | None = None) -> T:
     """Return the value if the value has the type. With a `length`, the value must also have `length` entries."""
     if not isinstance(value, kind):
-        raise UserError(f"{what} is {shown(value)}; it must be a {kind.__name__}")
+        raise UserError(f"{subject} is {shown(value)}; it must be a {kind.__name__}")
     if length is not None and len(value) != length:
-        raise UserError(f"{what} has {len(value)} entries; it must have {length}")
+        raise UserError(f"{subject} has {len(value)} entries; it must have {length}")
     return value
 
 
-def entries(value: object, what: str, keys: Iterable[str]) -> Sequence[Any]:
+def checked_values(value: object, subject: str, keys: Iterable[str]) -> Sequence[Any]:
     """Return a dict's values of these keys. The dict may have other keys."""
-    found = instance(value, what, dict)
+    found = checked_instance(value, subject, dict)
     keys = list(keys)
     missing = [key for key in keys if key not in found]
     if missing:
-        raise UserError(f"{what} has nothing for {missing[0]!r}; it must have {', '.join(map(repr, keys))}")
+        raise UserError(f"{subject} has nothing for {missing[0]!r}; it must have {', '.join(map(repr, keys))}")
     return [found[key] for key in keys]
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from arpo.config.named import brief
-from arpo.config.returned import ask, call, instance, integer, number
+from arpo.config.returned import call_custom, call_named, checked_instance, checked_integer, checked_number
 from arpo.errors import UserError
 from arpo.trajectory import Group, Prompt
 
@@ -86,8 +86,8 @@ ORDERS: dict[str, Callable[[Sequence[Prompt], int, int], PromptOrder]] = {"epoch
 
 def make_order(name: str, prompts: Sequence[Prompt], num_per_step: int, seed: int) -> PromptOrder:
     """Return the order `name` of data.order. Raises UserError if a custom order has another type, or draws wrongly."""
-    order = ask("data.order", name, ORDERS, prompts, num_per_step, seed)
-    instance(order, f"data.order={name}", PromptOrder)
+    order = call_named("data.order", name, ORDERS, prompts, num_per_step, seed)
+    checked_instance(order, f"data.order={name}", PromptOrder)
     next_prompts(order, 0, num_per_step, len(prompts))
     return order
 
@@ -95,13 +95,15 @@ def make_order(name: str, prompts: Sequence[Prompt], num_per_step: int, seed: in
 def next_prompts(order: PromptOrder, num_drawn: int, count: int, num_prompts: int) -> list[tuple[int, int]]:
     """Return `order.queue(num_drawn, count)`. Raises UserError if a custom order returns another type, or repeats."""
     method = f"data.order: {type(order).__name__}.queue"
-    returned = call(method, order.queue, num_drawn, count)
-    instance(returned, f"{method}: the returned value", list)
+    returned = call_custom(method, order.queue, num_drawn, count)
+    checked_instance(returned, f"{method}: the returned value", list)
     drawn = []
     for pair in returned:
-        index, after = instance(pair, f"{method}: an entry", tuple, length=2)
-        index = integer(index, f"{method}: the index of a prompt", low=0, high=num_prompts - 1)
-        after = integer(after, f"{method}: num_drawn behind prompt {index}", low=num_drawn + 1, high=sys.maxsize)
+        index, after = checked_instance(pair, f"{method}: an entry", tuple, length=2)
+        index = checked_integer(index, f"{method}: the index of a prompt", low=0, high=num_prompts - 1)
+        after = checked_integer(
+            after, f"{method}: num_drawn behind prompt {index}", low=num_drawn + 1, high=sys.maxsize
+        )
         drawn.append((index, after))
     has_repeats = len({index for index, _ in drawn}) < len(drawn)
     if has_repeats or not min(count, 1) <= len(drawn) <= count:
@@ -112,9 +114,9 @@ def next_prompts(order: PromptOrder, num_drawn: int, count: int, num_prompts: in
 def add_groups(order: PromptOrder, groups: Sequence[Group]) -> dict[str, float]:
     """Return the metrics of `order.add(groups)`. Raises UserError if a custom order returns another type."""
     method = f"data.order: {type(order).__name__}.add"
-    returned = call(method, order.add, groups)
-    instance(returned, f"{method}: the returned value", dict)
-    values = {str(name): number(value, f"{method}: the metric {name!r}") for name, value in returned.items()}
+    returned = call_custom(method, order.add, groups)
+    checked_instance(returned, f"{method}: the returned value", dict)
+    values = {str(name): checked_number(value, f"{method}: the metric {name!r}") for name, value in returned.items()}
     try:
         json.dumps(order.state, allow_nan=False)
     except (TypeError, ValueError) as error:

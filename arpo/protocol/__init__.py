@@ -13,7 +13,7 @@ form. A form without JSON first converts the arguments to the types of the tool'
 """
 
 from arpo.config.named import find
-from arpo.config.returned import instance
+from arpo.config.returned import checked_instance
 from arpo.protocol import hermes, tags, xml
 from arpo.protocol.codec import Codec
 from arpo.protocol.form import Form
@@ -37,5 +37,5 @@ def form_of(name: str) -> Form:
     stranger: it is only looked up in FORMS, and never imported.
     """
     if name not in FORMS:
-        FORMS[name] = instance(find("protocol.format", name, FORMS), f"protocol.format={name}", Form)
+        FORMS[name] = checked_instance(find("protocol.format", name, FORMS), f"protocol.format={name}", Form)
     return FORMS[name]

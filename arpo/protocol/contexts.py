@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from arpo.config.returned import ask, integers, whole_text
+from arpo.config.returned import call_named, checked_integers, whole_text
 from arpo.errors import UserError
 from arpo.options import RolloutConfig
 from arpo.protocol.codec import Codec
@@ -128,14 +128,14 @@ def next_context(evidence: ContextEvidence) -> list[int] | str | None:
     """Return the result of the config's context policy. Raises UserError if a custom policy returns anything but token
     ids, a text or None."""
     name = evidence.cfg.context
-    result = ask("rollout.context", name, CONTEXTS, evidence)
+    result = call_named("rollout.context", name, CONTEXTS, evidence)
     if result is None:
         return None
     if isinstance(result, str):
         return whole_text(result)
     # Models with a padded vocabulary may sample ids that the tokenizer does not have.
     max_id = max(evidence.codec.vocab_size - 1, *evidence.trajectory.token_ids)
-    token_ids = integers(result, f"rollout.context={name}: the token ids of the new context", max_id)
+    token_ids = checked_integers(result, f"rollout.context={name}: the token ids of the new context", max_id)
     if not token_ids:
         raise UserError(f"rollout.context={name} returned no token ids; return None to go on behind all that was read")
     return token_ids

@@ -19,7 +19,7 @@ from typing import Literal
 
 from arpo.config.exits import watched
 from arpo.config.named import brief, find
-from arpo.config.returned import number, whole_text
+from arpo.config.returned import checked_number, whole_text
 from arpo.errors import UserError
 from arpo.protocol import Codec
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
@@ -196,7 +196,7 @@ def _errors_named(custom: CustomReward, where: str) -> Iterator[None]:
 
 def _parse(returned: object, where: str) -> RewardResult:
     if not isinstance(returned, dict):
-        return RewardResult(number(returned, f"{where}: the returned score"), {})
+        return RewardResult(checked_number(returned, f"{where}: the returned score"), {})
     if "score" not in returned:
         raise UserError(f"{where}: the returned dict has no 'score' (it has {', '.join(map(str, returned))})")
     parts = _parts(returned, where)
@@ -204,7 +204,7 @@ def _parse(returned: object, where: str) -> RewardResult:
     if returned["score"] is None:
         # In a dict None is meant: no reward. A bare None would come from a function without a return.
         return RewardResult(None, parts, reason or "no_reward")
-    return RewardResult(number(returned["score"], f"{where}: the returned score"), parts, reason)
+    return RewardResult(checked_number(returned["score"], f"{where}: the returned score"), parts, reason)
 
 
 def _parts(returned: dict, where: str) -> dict[str, float]:
@@ -216,7 +216,7 @@ def _parts(returned: dict, where: str) -> dict[str, float]:
         if name in RESERVED_NAMES:
             raise UserError(f"{where}: the part {name!r} would be logged as another number's name; rename it")
         low, high = (0.0, 1.0) if name == "accuracy" else (-math.inf, math.inf)
-        parts[str(name)] = number(value, f"{where}: the part {name!r}", low, high)
+        parts[str(name)] = checked_number(value, f"{where}: the part {name!r}", low, high)
     return parts
 
 

@@ -68,8 +68,8 @@ class Rollouts:
         self.sources = source_names(prompts)
         self.num_drawn = 0
         """Prompts drawn from the data so far."""
-        self.first_drawn = 0
-        """Prompts drawn before the current step."""
+        self.num_drawn_before = 0
+        """Place in the data, as `num_drawn`, to which a resumed run goes back if the current batch is bad."""
         self.carry = CarryOver(sampler, self.num_prompts) if sampler.rollout.carry_over else None
         self.health = ToolHealth()
         self.signal = BranchingSignal(sampler.branching)
@@ -154,7 +154,7 @@ class Rollouts:
     def _begin(self, step: int) -> tuple[CarryOver | OneRollout, list[tuple[int, int]]]:
         """Draw the prompts of a step. Return their source, and (index of the prompt, num_drawn after it) of each."""
         carry = self.carry
-        self.first_drawn = self.num_drawn - (carry.num_to_redraw if carry else 0)
+        self.num_drawn_before = self.num_drawn - (carry.num_to_redraw if carry else 0)
         max_further = 0
         if self.advantage.dead_groups == "resample":
             max_further = self.num_prompts * self.advantage.max_resample
@@ -173,7 +173,7 @@ class Rollouts:
         share = sampled[ranks.rank :: ranks.world_size]  # each rank counts its share once
         metrics = rollout_metrics(share, self.sources, take_counts(self.sampler.tools.tools), step)
         values = self.signal.add(sampled) | self.worth.add(sampled) | add_groups(self.order, sampled)
-        verdict = self.health.judge(sampled, self.first_drawn)
+        verdict = self.health.judge(sampled, self.num_drawn_before)
         if verdict.may_train:
             groups = groups_to_train_on(sampled, self.num_prompts, self.advantage)
             if self.advantage.keep_variance < 1:
