@@ -87,7 +87,9 @@ def run(section: Section, device: str, log: Path, *, quick: bool, limit_s: float
     # A process may crash at its exit, after its work is done: that is a note, not a failure.
     note = f"exit code {code}" if code else ""
     if code is None:
-        return Outcome(section.name, "failed", seconds, f"no end within {limit_s:.0f} s; {last_line(text)}", result)
+        return Outcome(
+            section.name, "failed", seconds, f"no end within {limit_s:.0f} s; {last_line(text)}", result=result
+        )
     if code and (absent := absent_package(text)):
         # Not "skipped": nobody expected it, and such a package has once hidden all tests of the trainer.
         return Outcome(section.name, "failed", seconds, f"{absent} is not installed; add it to the section's needs")
@@ -95,8 +97,8 @@ def run(section: Section, device: str, log: Path, *, quick: bool, limit_s: float
         status, reason = judge_tests(cases, text)
         return Outcome(section.name, status, seconds, reason or ("" if code == 1 else note))
     if result is not None and UNFINISHED not in result:
-        return Outcome(section.name, "passed", seconds, note, result)
-    return Outcome(section.name, "failed", seconds, why(text) if code else "no JSON in its last line", result)
+        return Outcome(section.name, "passed", seconds, note, result=result)
+    return Outcome(section.name, "failed", seconds, why(text) if code else "no JSON in its last line", result=result)
 
 
 def absent_needs(section: Section) -> str:
@@ -352,7 +354,7 @@ def make_report(chosen: list[Section], about: dict[str, str], args: argparse.Nam
         elif section.name in together.get(section.file, {}):
             outcome = together[section.file][section.name]
         else:
-            outcome = run_before(deadline, section, args.device, running, limit_s, quick=args.quick)
+            outcome = run_before(deadline, section, args.device, log=running, limit_s=limit_s, quick=args.quick)
             keep_log(args.out, f"{section.name}: {outcome.status}")
         outcomes[section.name] = outcome = dataclasses.replace(outcome, gpu=about["gpu"])
         print(f"{outcome.status} ({outcome.seconds:.0f} s) {summary(outcome)}", flush=True)

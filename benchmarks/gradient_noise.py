@@ -84,7 +84,7 @@ def seconds_of_update(policy: Policy, groups: list[Group], noise: GradientNoise 
     cfg = UpdateConfig(num_prompts_per_minibatch=NUM_PROMPTS, max_tokens_per_microbatch=4096, layout="packed")
     minibatches = make_minibatches(groups, cfg, AdvantageConfig(), ranks)
     fill_old_logprobs(policy, minibatches[0].micros, LossConfig(), 1.0)
-    fill_advantages(groups, minibatches, AdvantageConfig(), LossConfig(), ranks)
+    fill_advantages(groups, minibatches, AdvantageConfig(), loss_cfg=LossConfig(), ranks=ranks)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     is_cuda = ranks.device.type == "cuda"
     clock = time.perf_counter if is_cuda else time.process_time

@@ -215,7 +215,9 @@ def run_arm(args: argparse.Namespace) -> None:
     import train_rl
     from arpo.start.load import load_config
 
-    flags = config_flags(args.model, args.out / "questions.jsonl", args.out, args.arm, args.lr, args.steps)
+    flags = config_flags(
+        args.model, args.out / "questions.jsonl", args.out, arm=args.arm, lr=args.lr, num_steps=args.steps
+    )
     cfg = load_config(train_rl.RLConfig, flags)
     measure_what_is_seen(args.out / f"{args.arm}.seen.jsonl")
     if args.arm == "stochastic":

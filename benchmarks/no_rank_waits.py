@@ -53,8 +53,8 @@ from arpo.sampling.sampler import Sampler
 from arpo.sampling.sources import OneRollout, Refilled
 from arpo.sampling.validation import Validation
 from arpo.trajectory import Group, Prompt
-from benchmarks.shared.cost_model import MODELS
 from benchmarks.shared.drawn_work import GPU, MAX_CALLS, RESULT_TOKENS, SEED, Script, Workload, call_s, is_dead
+from benchmarks.shared.shapes import MODELS
 from benchmarks.shared.tiny_model import write_model
 from benchmarks.shared.virtual_engine import VirtualEngine, VirtualTools
 from benchmarks.shared.virtual_ranks import VirtualRanks, VirtualStore, VirtualTime
@@ -229,7 +229,7 @@ class Run:
         run = RunConfig(validate_every=1)
         log = RunLog(Path(), run, is_main=False)
         questions = self.work.prompts(NUM_VALID, self.codec)
-        return Validation(sampler, log, questions, run, self.num_steps + 1)
+        return Validation(sampler, log, questions, run=run, num_steps=self.num_steps + 1)
 
     def draw(self, num_drawn: int, count: int) -> list[Prompt]:
         """Return the next prompts; the same list object on all ranks."""

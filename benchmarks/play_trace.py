@@ -48,7 +48,7 @@ from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec, TagsCodec
 from arpo.rollout import Rollout
 from arpo.sampling.driver import Source, drive
-from benchmarks.shared.cost_model import BF16, OTHER_MODELS, Shape, forward_flops
+from benchmarks.shared.cost_model import BF16, forward_flops
 from benchmarks.shared.hardware import HARDWARE, Hardware
 from benchmarks.shared.published import print_table
 from benchmarks.shared.recorded_trace import (
@@ -60,7 +60,7 @@ from benchmarks.shared.recorded_trace import (
     read,
     record,
 )
-from benchmarks.shared.shapes import SHAPES
+from benchmarks.shared.shapes import OTHER_MODELS, SHAPES, Shape
 from benchmarks.shared.tiny_model import write_tokenizer
 from benchmarks.shared.virtual_ranks import VirtualTime
 

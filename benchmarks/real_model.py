@@ -121,7 +121,7 @@ def our_update(cfg: RLConfig, ranks: Ranks, groups: list[Group], repeats: int) -
         minibatches = make_minibatches(groups, update_cfg, cfg.advantage, ranks)
         for minibatch in minibatches[1:]:
             fill_old_logprobs(policy, minibatch.micros, cfg.loss, cfg.rollout.temperature)
-        fill_advantages(groups, minibatches, cfg.advantage, cfg.loss, ranks)
+        fill_advantages(groups, minibatches, cfg.advantage, loss_cfg=cfg.loss, ranks=ranks)
         for index, minibatch in enumerate(minibatches):
             update_policy(
                 policy,

@@ -36,10 +36,7 @@ from arpo.options import RolloutConfig
 from arpo.start.load import run_or_exit
 from arpo.start.memory import FP32, GIB
 from benchmarks.shared.cost_model import (
-    MODELS,
-    OTHER_MODELS,
     SftWorkload,
-    Shape,
     Workload,
     activation_bytes,
     memory,
@@ -47,10 +44,10 @@ from benchmarks.shared.cost_model import (
     seconds,
     sft_memory,
     sft_seconds,
-    shape_from_json,
 )
 from benchmarks.shared.hardware import HARDWARE, Hardware
 from benchmarks.shared.recipe import DISK_GB_S, Recipe, checkpoint_bytes, disk_bytes, export_bytes, hours, recipe_of
+from benchmarks.shared.shapes import MODELS, OTHER_MODELS, Shape, shape_from_json
 
 if TYPE_CHECKING:
     from train_rl import RLConfig
@@ -143,7 +140,7 @@ def recipe_lines(recipe: Recipe, shape: Shape, work: Workload, hw: Hardware, all
         for nodes in all_nodes:
             if misfits(shape, work, hw, nodes * hw.gpus_per_node):
                 continue
-            h = hours(shape, work, recipe, hw, nodes * hw.gpus_per_node)
+            h = hours(shape, work, recipe, hw=hw, num_gpus=nodes * hw.gpus_per_node)
             cells = [str(nodes), f"{recipe.num_steps}: {h.steps:.1f}", f"{recipe.num_validations}: {h.validations:.1f}"]
             cells += [f"{recipe.num_saves}: {h.saves:.1f}", f"{h.total:.1f}"]
             lines.append(f"| {' | '.join(cells)} |")
@@ -277,7 +274,7 @@ def estimate_sft(args: argparse.Namespace, flags: list[str], hw: Hardware) -> No
     path, work, num_steps = sft_from_config([*args.config, *flags], args.conversations)
     work = replace(work, conversation_tokens=args.conversation_tokens)
     path = args.model or path
-    lines = sft_table(path, shape_of(path), work, hw, args.nodes, num_steps)
+    lines = sft_table(path, shape_of(path), work, hw=hw, nodes=args.nodes, num_steps=num_steps)
     print(f"{args.hardware}: {hw}\n{work}\n")
     print("\n".join(lines))
     if not num_steps:
@@ -319,7 +316,7 @@ def main(argv: list[str] | None = None) -> None:
     print("\n".join(table(models, work, hw, args.nodes)))
     if args.config:
         recipe = recipe_of(cfg)
-        print("", *recipe_lines(recipe, models[path], work, hw, args.nodes), "", sep="\n")
+        print("", *recipe_lines(recipe, models[path], work, hw=hw, all_nodes=args.nodes), "", sep="\n")
     if args.quick:
         sizes = {"hidden": 128, "intermediate": 512, "layers": 4, "heads": 4, "vocab": 2048}
     else:

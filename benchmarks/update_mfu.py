@@ -32,8 +32,7 @@ from arpo.model.optim import build_optimizer, clip_grad_norm
 from arpo.model.policy import attention_implementation, reshard_all, shard
 from arpo.ranks import Ranks, init_ranks
 from benchmarks.shared.children import print_so_far
-from benchmarks.shared.cost_model import Shape
-from benchmarks.shared.shapes import SHAPES, config_of
+from benchmarks.shared.shapes import SHAPES, Shape, config_of
 
 DATASHEET_TFLOPS = {"H200": 989, "H100": 989, "A100": 312}  # dense bfloat16; the SXM parts
 

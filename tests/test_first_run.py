@@ -14,8 +14,9 @@ from arpo.start.load import load_config
 from arpo.start.memory import GIB, Job, misfits
 from benchmarks.scaling import from_config, load_rl, shape_of, workload_of
 from benchmarks.shared import cost_model, recipe
-from benchmarks.shared.cost_model import Memory, Shape, memory_of_job, seconds
+from benchmarks.shared.cost_model import Memory, memory_of_job, seconds
 from benchmarks.shared.hardware import HARDWARE
+from benchmarks.shared.shapes import Shape
 from evaluate import EvalConfig
 from train_rl import RLConfig
 from train_sft import SFTConfig

@@ -123,7 +123,7 @@ def measure(ranks: Ranks, folder: str, args: argparse.Namespace) -> dict[str, fl
     start_s = time.perf_counter()
     engine = Engine(folder, cfg, max_model_len=5632, seed=ranks.rank, load_weights=False)
     result |= kv_tokens(engine, name, cfg) | {"start_s": time.perf_counter() - start_s}
-    micro = one_micro(4, row_tokens // 8, response, shape, ranks.device)
+    micro = one_micro(num_rows=4, num_prompt=row_tokens // 8, num_response=response, shape=shape, device=ranks.device)
 
     def update() -> None:
         logprobs, _ = policy(micro)

@@ -13,97 +13,9 @@ from dataclasses import dataclass
 import arpo.start.memory
 from arpo.config.sections import EngineConfig, ModelConfig
 from arpo.model.policy import HEAD_CHUNK_TOKENS
-from arpo.start.memory import BF16, FP32, GIB, SIZE_OF, Job, Sizes, engine_memory, resting_state, training_state
+from arpo.start.memory import BF16, FP32, GIB, SIZE_OF, Job, engine_memory, resting_state, training_state
 from benchmarks.shared.hardware import Hardware
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A dense decoder with gated MLPs (Qwen2, Qwen3, Llama)."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-
-    @property
-    def layer_parameters(self) -> int:
-        q = self.heads * self.head_dim
-        kv = self.kv_heads * self.head_dim
-        attention = self.hidden * (2 * q + 2 * kv) + self.qkv_bias * (q + 2 * kv) + self.qk_norm * 2 * self.head_dim
-        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-
-    @property
-    def root_parameters(self) -> int:
-        """Embedding, head and last norm."""
-        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.root_parameters
-
-    @property
-    def kv_numbers_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes(
-            parameters=self.parameters,
-            kv_numbers_per_token=self.kv_numbers_per_token,
-            kv_heads=self.kv_heads,
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            vocab=self.vocab,
-            head_dim=self.head_dim,
-        )
-
-
-def shape_from_json(c: dict) -> Shape:
-    """Return the shape of a config.json. Raises KeyError if it has other names for its sizes."""
-    heads = c["num_attention_heads"]
-    return Shape(
-        hidden=c["hidden_size"],
-        intermediate=c["intermediate_size"],
-        layers=c["num_hidden_layers"],
-        heads=heads,
-        kv_heads=c.get("num_key_value_heads", heads),
-        head_dim=c.get("head_dim") or c["hidden_size"] // heads,
-        vocab=c["vocab_size"],
-        tied=c.get("tie_word_embeddings", False),
-        qkv_bias=c["model_type"] == "qwen2",
-        qk_norm=c["model_type"] == "qwen3",
-    )
-
-
-# Shape(hidden, intermediate, layers, heads, kv_heads, head_dim, vocab)
-MODELS = {
-    "Qwen2.5-3B": Shape(2048, 11008, 36, 16, 2, 128, 151_936, tied=True, qkv_bias=True),
-    "Qwen2.5-7B": Shape(3584, 18944, 28, 28, 4, 128, 152_064, qkv_bias=True),
-    "Llama-3.1-8B": Shape(4096, 14336, 32, 32, 8, 128, 128_256),
-    "Qwen3-8B": Shape(4096, 12288, 36, 32, 8, 128, 151_936, qk_norm=True),
-    "Qwen3-14B": Shape(5120, 17408, 40, 40, 8, 128, 151_936, qk_norm=True),
-}
-"""The models of the table."""
-OTHER_MODELS = {
-    "SmolLM2-135M": Shape(576, 1536, 30, 9, 3, 64, 49_152, tied=True),
-    "SmolLM2-360M": Shape(960, 2560, 32, 15, 5, 64, 49_152, tied=True),
-    "SmolLM2-1.7B": Shape(2048, 8192, 24, 32, 32, 64, 49_152, tied=True),
-    "Qwen2.5-0.5B": Shape(896, 4864, 24, 14, 2, 64, 151_936, tied=True, qkv_bias=True),
-    "Qwen2.5-1.5B": Shape(1536, 8960, 28, 12, 2, 128, 151_936, tied=True, qkv_bias=True),
-    "Qwen3-0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151_936, tied=True, qk_norm=True),
-    "Qwen3-1.7B": Shape(2048, 6144, 28, 16, 8, 128, 151_936, tied=True, qk_norm=True),
-    "Qwen3-4B": Shape(2560, 9728, 36, 32, 8, 128, 151_936, tied=True, qk_norm=True),
-    "Llama-3.2-1B": Shape(2048, 8192, 16, 32, 8, 64, 128_256, tied=True),
-    "Llama-3.2-3B": Shape(3072, 8192, 28, 24, 8, 128, 128_256, tied=True),
-}
-"""Further models for --model."""
+from benchmarks.shared.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -380,7 +292,13 @@ class SftWorkload:
 def sft_memory(shape: Shape, work: SftWorkload, hw: Hardware) -> Memory:
     """Return the memory of SFT on a GPU, without an engine."""
     one = Job(shape.sizes, work.model, num_shards=work.model.shard_size or hw.gpus_per_node, offload=work.offload)
-    return memory_of_job(shape, one, work.max_tokens_per_microbatch, hw.memory_gib * GIB, hw.reserved_gib * GIB)
+    return memory_of_job(
+        shape,
+        one,
+        max_tokens_per_microbatch=work.max_tokens_per_microbatch,
+        gpu_bytes=hw.memory_gib * GIB,
+        reserved=hw.reserved_gib * GIB,
+    )
 
 
 def sft_seconds(shape: Shape, work: SftWorkload, hw: Hardware, num_gpus: int) -> tuple[float, float]:
@@ -409,4 +327,11 @@ def seconds(shape: Shape, work: Workload, hw: Hardware, num_gpus: int) -> Second
     copied = 3 * BF16 * shape.parameters / (hw.memory_gb_s * 1e9)
     # 1 s to map the engine's memory again
     sync = gather_seconds(shape, BF16, hw, num_shards(work, hw)) + copied + 1.0
-    return Seconds(rollout, tail, old_logprobs, update, collectives, sync)
+    return Seconds(
+        rollout=rollout,
+        tail=tail,
+        old_logprobs=old_logprobs,
+        update=update,
+        collectives=collectives,
+        sync=sync,
+    )

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from arpo.protocol import Codec
 from arpo.trajectory import Prompt, Trajectory
-from benchmarks.shared.cost_model import MODELS
 from benchmarks.shared.hardware import HARDWARE
+from benchmarks.shared.shapes import MODELS
 from benchmarks.shared.virtual_engine import cost_of_tokens
 
 GPU = HARDWARE["8xH100-80GB"]

@@ -32,12 +32,11 @@ class Hardware:
     """CUDA context, NCCL buffers, fragmentation."""
 
 
-# Hardware(gpus_per_node, memory_gib, bf16_tflops, memory_gb_s, link_gb_s, network_gb_s)
 HARDWARE = {
-    "1xRTX4080-16GB": Hardware(1, 15.6, 97, 717, 25, 25),
-    "1xRTX4090-24GB": Hardware(1, 23.5, 165, 1008, 25, 25),
-    "1xH100-80GB": Hardware(1, 79.1, 989, 3350, 450, 50),
-    "8xH100-80GB": Hardware(8, 79.1, 989, 3350, 450, 50),
-    "8xH200-141GB": Hardware(8, 139.7, 989, 4800, 450, 50),
-    "8xA100-80GB": Hardware(8, 79.1, 312, 2039, 300, 25),
+    "1xRTX4080-16GB": Hardware(1, memory_gib=15.6, bf16_tflops=97, memory_gb_s=717, link_gb_s=25, network_gb_s=25),
+    "1xRTX4090-24GB": Hardware(1, memory_gib=23.5, bf16_tflops=165, memory_gb_s=1008, link_gb_s=25, network_gb_s=25),
+    "1xH100-80GB": Hardware(1, memory_gib=79.1, bf16_tflops=989, memory_gb_s=3350, link_gb_s=450, network_gb_s=50),
+    "8xH100-80GB": Hardware(8, memory_gib=79.1, bf16_tflops=989, memory_gb_s=3350, link_gb_s=450, network_gb_s=50),
+    "8xH200-141GB": Hardware(8, memory_gib=139.7, bf16_tflops=989, memory_gb_s=4800, link_gb_s=450, network_gb_s=50),
+    "8xA100-80GB": Hardware(8, memory_gib=79.1, bf16_tflops=312, memory_gb_s=2039, link_gb_s=300, network_gb_s=25),
 }

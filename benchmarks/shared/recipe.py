@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from arpo.data import read_rows
 from arpo.start.memory import BF16, FP32
-from benchmarks.shared.cost_model import Shape, Workload, rollout_seconds, seconds
+from benchmarks.shared.cost_model import Workload, rollout_seconds, seconds
 from benchmarks.shared.hardware import Hardware
+from benchmarks.shared.shapes import Shape
 
 if TYPE_CHECKING:
     from train_rl import RLConfig

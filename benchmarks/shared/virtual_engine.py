@@ -12,8 +12,9 @@ from math import ceil
 from arpo.engine import Chunk, SamplingSpec
 from arpo.tools.base import ToolContext, ToolResult
 from arpo.tools.sessions import NoSessions
-from benchmarks.shared.cost_model import BF16, Shape, decode_seconds, forward_flops, kv_bytes_per_token
+from benchmarks.shared.cost_model import BF16, decode_seconds, forward_flops, kv_bytes_per_token
 from benchmarks.shared.hardware import Hardware
+from benchmarks.shared.shapes import Shape
 from benchmarks.shared.virtual_ranks import VirtualTime
 
 

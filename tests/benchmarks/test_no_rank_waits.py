@@ -9,9 +9,9 @@ from helpers.scripted_rollout import CODEC
 from arpo.engine import SamplingSpec
 from arpo.metrics import staleness
 from benchmarks import no_rank_waits
-from benchmarks.shared.cost_model import MODELS
 from benchmarks.shared.drawn_work import Script, Workload, call_s
 from benchmarks.shared.hardware import HARDWARE
+from benchmarks.shared.shapes import MODELS
 from benchmarks.shared.virtual_engine import VirtualEngine, VirtualTools
 from benchmarks.shared.virtual_ranks import VirtualStore, VirtualTime
 

@@ -13,6 +13,7 @@ from benchmarks import scaling
 from benchmarks.shared import cost_model, recipe
 from benchmarks.shared.hardware import HARDWARE
 from benchmarks.shared.recipe import Recipe, recipe_of
+from benchmarks.shared.shapes import MODELS, OTHER_MODELS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 NODE = HARDWARE["8xH100-80GB"]
@@ -36,7 +37,7 @@ def recipe_of_files(*names: str, flags: str = "") -> Recipe:
 
 def test_a_checkpoint_of_4b_takes_the_fifty_gigabytes_that_were_reported():
     """radixark/miles #2537: "12 bytes/param ≈ 48 GB on top of the bf16 weights"; its guide had asked for 200 GB."""
-    shape = cost_model.OTHER_MODELS["Qwen3-4B"]
+    shape = OTHER_MODELS["Qwen3-4B"]
     assert recipe.checkpoint_bytes(shape, RUN) / 1e9 == pytest.approx(48, abs=0.5)
     assert recipe.export_bytes(shape) / 1e9 == pytest.approx(8, abs=0.1)
 
@@ -44,7 +45,7 @@ def test_a_checkpoint_of_4b_takes_the_fifty_gigabytes_that_were_reported():
 def test_the_peak_holds_one_checkpoint_more_than_stay():
     """RWKV-infctx-trainer #27: "( checkpoints + 1 ) * model size"; prime-rl #791: deleted only after the new one is
     written."""
-    shape = cost_model.MODELS["Qwen3-14B"]
+    shape = MODELS["Qwen3-14B"]
     each = recipe.checkpoint_bytes(shape, RUN) + recipe.export_bytes(shape)
     assert recipe.disk_bytes(shape, RUN) == (2 * each, 3 * each)
     assert recipe.disk_bytes(shape, replace(RUN, num_saves=2, num_exports=2)) == (2 * each, 2 * each)
@@ -55,13 +56,13 @@ def test_the_peak_holds_one_checkpoint_more_than_stay():
 
 def test_the_disk_does_not_grow_with_the_number_of_saves():
     """Agent-RL/ReCall #61: 2.8 TB were not enough, because all checkpoints stayed."""
-    shape = cost_model.MODELS["Qwen2.5-7B"]
+    shape = MODELS["Qwen2.5-7B"]
     assert recipe.disk_bytes(shape, RUN) == recipe.disk_bytes(shape, replace(RUN, num_saves=500, num_exports=500))
 
 
 def test_lora_saves_its_adapters_only_and_a_critic_is_saved_too():
     """mlfoundations/open_lm #154 asks to know the size before the first save: of all parts of the checkpoint."""
-    shape = cost_model.MODELS["Qwen2.5-3B"]
+    shape = MODELS["Qwen2.5-3B"]
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     lora = replace(RUN, lora_rank=32, lora_targets=targets)
     # 36 layers x 32 x (4,096 + 2 x 2,304 + 4,096 + 3 x 13,056) numbers
@@ -101,7 +102,7 @@ def test_the_rows_of_a_file_that_is_there_are_counted(tmp_path):
 
 def test_hours_are_steps_and_validations_and_saves():
     """tinker-cookbook #778: a tutorial's stage had ~630 steps, 15 hours, and nobody had said so."""
-    shape, work = cost_model.MODELS["Qwen3-8B"], cost_model.Workload()
+    shape, work = MODELS["Qwen3-8B"], cost_model.Workload()
     step = cost_model.seconds(shape, work, NODE, 8).step
     alone = recipe.hours(shape, work, RUN, NODE, 8)
     assert alone.steps == pytest.approx(100 * step / 3600)

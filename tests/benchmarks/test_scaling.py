@@ -16,14 +16,14 @@ from arpo.model.optim import build_optimizer
 from arpo.start.memory import Job, training_state
 from benchmarks import scaling
 from benchmarks.shared import cost_model
-from benchmarks.shared.cost_model import Shape, shape_from_json
 from benchmarks.shared.hardware import HARDWARE
+from benchmarks.shared.shapes import MODELS, OTHER_MODELS, Shape, shape_from_json
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = HARDWARE["8xH100-80GB"]
 
 
-ALL_MODELS = cost_model.MODELS | cost_model.OTHER_MODELS
+ALL_MODELS = MODELS | OTHER_MODELS
 PUBLISHED = {  # parameters, as their model cards count them
     "SmolLM2-135M": 134_515_008,
     "SmolLM2-360M": 361_821_120,
@@ -92,7 +92,7 @@ def test_shards_of_two_ranks_are_as_predicted(tiny_model_dir):
 
 
 def test_more_nodes_are_never_slower_to_train_nor_need_more_memory_when_shards_span_them():
-    shape, work = cost_model.MODELS["Qwen3-14B"], cost_model.Workload()
+    shape, work = MODELS["Qwen3-14B"], cost_model.Workload()
     one, two = (cost_model.train_seconds(shape, work, NODE, gpus) for gpus in (8, 16))
     assert two[1] < one[1]
     wide = replace(work, shard_gpus=16)
@@ -100,7 +100,7 @@ def test_more_nodes_are_never_slower_to_train_nor_need_more_memory_when_shards_s
 
 
 def test_what_cannot_fit_is_said_with_the_knob_that_changes_it():
-    shape = cost_model.MODELS["Qwen3-14B"]
+    shape = MODELS["Qwen3-14B"]
     assert not cost_model.misfits(shape, cost_model.Workload(), NODE, 8)
     [reason] = cost_model.misfits(shape, cost_model.Workload(gpu_memory_utilization=0.9), NODE, 8)
     assert "engine.gpu_memory_utilization" in reason
@@ -122,8 +122,8 @@ def test_a_config_that_cannot_fit_ends_with_a_warning(tmp_path, monkeypatch, cap
 
 
 def test_the_model_is_known_by_the_name_of_its_runs_folder_or_is_asked_for_in_a_line():
-    assert scaling.shape_of("runs/qwen2.5_7b-sft/hf") == cost_model.MODELS["Qwen2.5-7B"]
-    assert scaling.shape_of("runs/llama3.1_8b-sft/hf") == cost_model.MODELS["Llama-3.1-8B"]
+    assert scaling.shape_of("runs/qwen2.5_7b-sft/hf") == MODELS["Qwen2.5-7B"]
+    assert scaling.shape_of("runs/llama3.1_8b-sft/hf") == MODELS["Llama-3.1-8B"]
     for name, shape in ALL_MODELS.items():
         assert scaling.shape_of(f"org/{name}-Instruct") == shape
     with pytest.raises(UserError, match=r"model\.path=Qwen/Qwen3\.5-4B: no folder .*say --model Qwen2\.5-3B\|"):
@@ -190,7 +190,7 @@ def test_a_step_of_sft_takes_what_its_tokens_take():
 
 def test_sft_needs_the_memory_of_training_alone():
     _, work, _ = scaling.sft_from_config(SFT, 0)
-    shape = cost_model.MODELS["Qwen2.5-7B"]
+    shape = MODELS["Qwen2.5-7B"]
     alone = cost_model.sft_memory(shape, work, NODE)
     beside_an_engine = cost_model.memory(shape, cost_model.Workload(), NODE)
     assert alone.training == beside_an_engine.training and alone.kv_cache == alone.engine_budget == 0

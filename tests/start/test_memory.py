@@ -27,7 +27,8 @@ from arpo.start.memory import (
     sizes_of,
     training_state,
 )
-from benchmarks.shared.cost_model import memory_of_job, shape_from_json
+from benchmarks.shared.cost_model import memory_of_job
+from benchmarks.shared.shapes import shape_from_json
 from train_rl import RLConfig, job_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
