@@ -1,4 +1,4 @@
-"""Errors for users: one line with the file, the field and the fix, and exit code 2."""
+"""Errors for users: one line with the file, the field and the fix, and an exit code (docs/scale.md has all codes)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ import re
 
 class UserError(Exception):
     """Bad input. The message is a line with the file, the field and the fix."""
+
+    exit_code = 2
+    """The same command ends in the same way, until somebody changes something."""
+
+
+class Outage(UserError):
+    """A service does not answer now. The same command may work later, without any change."""
+
+    exit_code = 75
+    """EX_TEMPFAIL of sysexits.h."""
 
 
 class PrintableRecord(logging.LogRecord):

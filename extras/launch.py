@@ -58,8 +58,12 @@ def run(script: str) -> NoReturn:
 
 
 def torchrun() -> None:
-    """Be torchrun, without torchrun's warnings if a signal ends the run: the ranks report the signal."""
+    """Be torchrun, but end with the exit code of the rank that failed first. (torchrun ends with 1 after any failure.)
+
+    If a signal ends the run, torchrun's warnings are left out: the ranks report the signal.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
     logging.disable(logging.WARNING)  # torchrun logs each signal sent to a process
@@ -67,6 +71,10 @@ def torchrun() -> None:
         main()
     except SignalException as error:
         sys.exit(128 + error.sigval)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        _, failure = error.get_first_failure()
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 
 
 def split_ranks(argv: list[str]) -> tuple[int, list[str]]:

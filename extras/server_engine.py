@@ -25,9 +25,9 @@ from typing import Any
 
 from arpo.config.bounded import parse_json
 from arpo.engine.requests import Chunk, SamplingSpec
-from arpo.errors import UserError
+from arpo.errors import Outage, UserError
 from arpo.protocol import Codec
-from arpo.tools.http.client import HttpClient, bearer, check_url, read_key
+from arpo.tools.http.client import HttpClient, Unusable, bearer, check_url, read_key
 from arpo.tools.http.policy import HttpPolicy
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,8 @@ class ServerEngine:
                 self._news.put((request_id, await self._client.post(payload, _choice)))
         except OSError as error:
             fix = "what is finished is saved; start the server again, and repeat the command"
-            self._news.put(UserError(f"{error} ({self.url}); {fix}"))
+            kind = UserError if isinstance(error, Unusable) else Outage
+            self._news.put(kind(f"{error} ({self.url}); {fix}"))
         except Exception as error:  # a bug, or a UserError of the client: `step` raises it in the caller's thread
             self._news.put(error)
 
@@ -160,7 +161,8 @@ class ServerEngine:
         except (OSError, TimeoutError) as error:
             asking.cancel()
             reason = str(error) or f"no answer within {PROBE_S:g} s"
-            raise UserError(f"eval.server: {self.url}/completions cannot be used: {reason}") from None
+            kind = UserError if isinstance(error, Unusable) else Outage
+            raise kind(f"eval.server: {self.url}/completions cannot be used: {reason}") from None
         if "token_ids" not in choice:
             logger.warning("%s does not return token ids; what it samples is tokenised again", self.url)
 
@@ -287,7 +289,7 @@ def _get_json(url: str, headers: dict[str, str]) -> Any:
     try:
         return asking.result(timeout=PROBE_S)
     except TimeoutError:
-        raise UserError(f"eval.server: {url}: no answer within {PROBE_S:g} s; is it a server of models?") from None
+        raise Outage(f"eval.server: {url}: no answer within {PROBE_S:g} s; is it a server of models?") from None
 
 
 def _fetch(url: str, headers: dict[str, str]) -> Any:
@@ -300,7 +302,9 @@ def _fetch(url: str, headers: dict[str, str]) -> Any:
             return parse_json(body)
     except urllib.error.HTTPError as error:
         fix = f"set {KEY_VARIABLE} to a key that it takes" if error.code in (401, 403) else "is it the base URL?"
-        raise UserError(f"eval.server: {url} answers HTTP {error.code}; {fix}") from None
+        kind = Outage if error.code == 429 or error.code >= 500 else UserError
+        raise kind(f"eval.server: {url} answers HTTP {error.code}; {fix}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
+        kind = UserError if isinstance(error, ValueError) else Outage
         reason = getattr(error, "reason", error)
-        raise UserError(f"eval.server: cannot reach {url} ({reason}); start the server, or correct the URL") from None
+        raise kind(f"eval.server: cannot reach {url} ({reason}); start the server, or correct the URL") from None

@@ -14,6 +14,8 @@
 #   ARPO_MAX_RESTARTS=3     how often the ranks are started again after a failure, from the newest checkpoint
 #   ARPO_SCRIPT=train_sft.py   another script with the same launch line
 #
+# A job that ends with code 75 found a service down (search, judge): put it into the queue again later. After code 2
+# mend the settings first.
 # Ten minutes before the time limit (--signal below; more, if a step takes longer) the ranks end their step, save it and
 # leave; the job is then put into the queue again, and goes on from there (not under sbatch --no-requeue).
 
@@ -63,13 +65,13 @@ await() {
   done
 }
 
-# One torchrun per node. The first one keeps the store at which all meet: it is told so, because torchrun would find out
+# One torchrun per node (extras.launch: with the exit code of the rank that failed). The first one keeps the store at which all meet: it is told so, because torchrun would find out
 # by comparing host names, which fails where the node's own name differs from Slurm's. Slurm's name is also the address
 # that the ranks get: in a container the node's own one may mean nothing to the others.
 # The wish to stop goes past torchrun, which would kill its ranks 30 s later and then fail; it is sent again until no rank
 # is left, because one that is still loading does not hear it. TERM is what Slurm sends for a preemption.
 node() {
-  (trap '' USR1 && exec torchrun --rdzv_conf "is_host=$((SLURM_NODEID == 0))" \
+  (trap '' USR1 && exec python -m extras.launch --rdzv_conf "is_host=$((SLURM_NODEID == 0))" \
     ${SLURMD_NODENAME:+--local_addr "$SLURMD_NODENAME"} "$@") &
   agent=$!
   trap 'signalled=1; while pkill -USR1 -P "$agent" -f "$script"; do sleep 5; done' USR1 TERM

@@ -1,6 +1,6 @@
 """The Slurm script: what it would start, and what it does when Slurm wants the node back.
 
-There is no cluster here: srun and scontrol are replaced, and torchrun where it only is to say how it was called.
+There is no cluster here: srun and scontrol are replaced, and python where it only is to say how it was called.
 """
 
 import os
@@ -33,8 +33,8 @@ srun() {
   if [ "$1" = redis-server ]; then echo "redis-server reads: $(cat | tr '\n' ';')"; return; fi
   for SLURM_NODEID in 0 1; do export SLURM_NODEID SLURMD_NODENAME="node0$((7 + SLURM_NODEID))"; "$@"; done
 }
-torchrun() { echo "torchrun $* [gloo on ${GLOO_SOCKET_IFNAME:-any}]"; }
-export -f scontrol srun torchrun
+python() { echo "python $* [gloo on ${GLOO_SOCKET_IFNAME:-any}]"; }
+export -f scontrol srun python
 """
 
 
@@ -56,8 +56,8 @@ def test_every_node_gets_one_torchrun_and_the_first_one_hosts_the_meeting(tmp_pa
     )
     assert dry_run(tmp_path, "configs/qwen3_8b.yaml", "configs/aepo.yaml", "--run.name", "my run") == [
         "srun --kill-on-bad-exit=1",
-        f"torchrun --rdzv_conf is_host=1 --local_addr node07 {common}",
-        f"torchrun --rdzv_conf is_host=0 --local_addr node08 {common}",
+        f"python -m extras.launch --rdzv_conf is_host=1 --local_addr node07 {common}",
+        f"python -m extras.launch --rdzv_conf is_host=0 --local_addr node08 {common}",
     ]
 
 
@@ -67,7 +67,7 @@ def test_redis_interface_restarts_and_script_are_chosen_by_the_environment(tmp_p
     assert "srun --overlap --nodes=1 --ntasks=1 --gpus=0 --nodelist=node07" in lines
     [redis] = [line for line in lines if line.startswith("redis-server")]
     assert redis == f"redis-server reads: port 43456;requirepass secret;dir {tmp_path}/runs/redis;appendonly yes;"
-    for line in (line for line in lines if line.startswith("torchrun")):
+    for line in (line for line in lines if line.startswith("python")):
         cache = "extras/redis/cache.py:RedisCache=redis://node07:43456/0"
         assert f"--max_restarts 7 evaluate.py a.yaml --tools.search.cache {cache} [gloo on ib0]" in line
         assert "secret" not in line

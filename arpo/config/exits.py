@@ -54,7 +54,7 @@ def check_launch(environment: MutableMapping[str, str]) -> None:
 
 
 def exit_with(error: UserError) -> NoReturn:
-    """Print the error as one line and exit with code 2. No launcher should retry after this code.
+    """Print the error as one line, and exit with its code (see arpo/errors.py).
 
     Most errors occur on every rank. Then rank 0 prints the line, and torchrun ends the other ranks while they wait
     here. A rank that still runs after the wait prints the line itself.
@@ -67,7 +67,7 @@ def exit_with(error: UserError) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training's own handler would only note the signal
         time.sleep(10)
         say_at_the_end(line.replace("error", f"error (rank {rank})", 1))
-    sys.exit(2)
+    sys.exit(error.exit_code)
 
 
 def say_at_the_end(line: str, *, now: bool = True) -> None:

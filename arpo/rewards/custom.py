@@ -20,7 +20,7 @@ from typing import Literal
 from arpo.config.exits import watched
 from arpo.config.named import brief, find
 from arpo.config.returned import checked_number, whole_text
-from arpo.errors import UserError
+from arpo.errors import Outage, UserError
 from arpo.protocol import Codec
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
@@ -186,12 +186,16 @@ def _call(custom: CustomReward, calls: list[tuple[str, tuple]]) -> list:
 
 @contextmanager
 def _errors_named(custom: CustomReward, where: str) -> Iterator[None]:
-    """Turn any exception of the function into a UserError with its name and sample. Also report if it hangs."""
+    """Turn any exception of the function into a UserError with its name and sample. Also report if it hangs.
+
+    An Outage (of a judge, say) stays an Outage.
+    """
     try:
         with watched(f"{custom.place} on {where}"):
             yield
     except (Exception, SystemExit) as error:
-        raise UserError(f"{custom.place} failed on {where} ({brief(error)})") from error
+        kind = Outage if isinstance(error, Outage) else UserError
+        raise kind(f"{custom.place} failed on {where} ({brief(error)})") from error
 
 
 def _parse(returned: object, where: str) -> RewardResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from arpo.errors import Outage, UserError
 from arpo.trajectory import Group, StopReason
 
 MAX_FAILED_SHARE = 0.05
@@ -93,16 +94,18 @@ class ToolHealth:
         """
         return self._first_bad if self.must_stop else num_drawn
 
-    def stop_message(self) -> str:
-        """Return the line that ends the run."""
+    def stop_error(self) -> UserError:
+        """Return the error that ends the run. An Outage, unless only other settings can help."""
         reason = self.verdict.bad_because
+        kind = Outage
         fix = "see the warnings above, then start the same command again"
         if reason.endswith(NOT_RECORDED):
+            kind = UserError
             fix = (
                 "start the command again with run.resume_changed True, tools.search.mode record and "
                 "tools.search.backend brightdata or serper (each needs a key), http (a retriever) or local (a corpus)"
             )
-        return f"{reason}, in {self.num_bad_batches} batches in a row; {fix}: it continues from the checkpoint"
+        return kind(f"{reason}, in {self.num_bad_batches} batches in a row; {fix}: it continues from the checkpoint")
 
 
 def _share(events: Iterable[bool]) -> float:

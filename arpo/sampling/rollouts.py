@@ -10,7 +10,6 @@ from arpo.branching_signal import BranchingSignal
 from arpo.config.sections import RunConfig
 from arpo.data import PromptOrder
 from arpo.data.order import add_groups, next_prompts
-from arpo.errors import UserError
 from arpo.log import RunLog
 from arpo.metrics import Metrics, rollout_metrics, source_names
 from arpo.options import AdvantageConfig
@@ -205,4 +204,4 @@ class Rollouts:
     def raise_if_broken(self) -> None:
         """Raise the final UserError of a run whose tools have failed in too many steps in a row."""
         if self.health.must_stop:
-            raise UserError(self.health.stop_message())
+            raise self.health.stop_error()

@@ -169,7 +169,7 @@ def check_encoding(name: str) -> None:
 
 
 def run_or_exit(function: Callable[[T], C], argument: T) -> C:
-    """Return the result of a function (a script's main, say). Bad input ends the process with one line and code 2."""
+    """Return the result of a function (a script's main, say). A UserError ends the process with one line."""
     try:
         return function(argument)
     except UserError as error:

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from arpo.errors import UserError
+from arpo.errors import Outage, UserError
 
 if TYPE_CHECKING:
     import redis
@@ -21,7 +21,7 @@ def connect(url: str, setting: str) -> redis.Redis:
     """Return a client after a first answer of the server; thread-safe, and usable after a fork. `setting` is the config
     field.
 
-    Raises UserError if redis-py is missing, the address is invalid, or no server answers.
+    Raises UserError if redis-py is missing or the address is invalid, and Outage if no server answers.
     """
     if urlsplit(url).password:
         fix = f"configs are saved, so set it in the environment as {PASSWORD_VARIABLE}"
@@ -37,7 +37,9 @@ def connect(url: str, setting: str) -> redis.Redis:
         return client
     except (redis.RedisError, ValueError, OSError) as error:
         reason = f"no Redis server answers at {describe(url)} ({' '.join(str(error).split()).rstrip('.')})"
-        raise UserError(f"{setting}: {reason}; start it, or change that setting") from None
+        is_wrong = isinstance(error, (redis.AuthenticationError, redis.ResponseError, ValueError))
+        kind = UserError if is_wrong else Outage
+        raise kind(f"{setting}: {reason}; start it, or change that setting") from None
 
 
 def describe(url: str) -> str:

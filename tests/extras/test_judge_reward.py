@@ -281,7 +281,7 @@ def test_answers_without_a_verdict_are_not_trained_on_and_many_of_them_end_the_r
         many = [group(f"{number} {i}", "4", "5", "") for i in range(3)]
         scoring(many)
         assert "not trained on: 67% of the trajectories have no reward" in health.judge(many, number).warning
-    assert health.must_stop and "67% of the trajectories have no reward, in 3 batches" in health.stop_message()
+    assert health.must_stop and "67% of the trajectories have no reward, in 3 batches" in str(health.stop_error())
 
 
 def test_a_validation_counts_what_has_no_verdict(make_scoring, service):

@@ -74,7 +74,7 @@ def test_a_mistake_is_one_line(installed):
 def test_on_several_ranks_too_the_last_line_on_the_screen_is_ours(installed):
     done = call(installed, "arpo-rl", "--nproc_per_node", "2", "configs/arpo.yaml")
     *_, rule, last = done.stderr.strip().splitlines()
-    assert done.returncode != 0 and "error: configs/arpo.yaml" in last and "data.train is empty" in last
+    assert done.returncode == 2 and "error: configs/arpo.yaml" in last and "data.train is empty" in last
     assert not rule.strip("=")
 
 
@@ -150,3 +150,14 @@ def test_ctrl_c_ends_several_ranks_without_torchruns_traceback(tmp_path):
     os.killpg(ranks.pid, signal.SIGINT)
     _, told = ranks.communicate(timeout=60)
     assert ranks.returncode == 130 and told == ""
+
+
+@pytest.mark.parametrize("end, code", [("sys.exit(75)", 75), ("os.kill(os.getpid(), 9)", 137), ("1 / 0", 1)])
+def test_several_ranks_end_with_the_code_of_the_one_that_failed_first(tmp_path, end, code):
+    """torchrun itself ends with 1 after any failure (pytorch 20728: once with 0)."""
+    script = tmp_path / "fails.py"
+    script.write_text(f"import os, sys, time\nif os.environ['RANK'] == '0':\n    {end}\ntime.sleep(600)\n")
+    command = [sys.executable, "-m", "extras.launch", "--standalone", "--nproc_per_node", "2", str(script)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == code and f"{script} FAILED" in done.stderr, done.stderr[-3000:]

@@ -14,7 +14,7 @@ from helpers.processes import free_port
 from helpers.redis_server import HANG_S, REDIS, redis_server
 
 from arpo.config.tools import SearchConfig
-from arpo.errors import UserError
+from arpo.errors import Outage, UserError
 from arpo.tools.cache.rows import NO_RESULTS, cache_key, unpack
 from arpo.tools.cache.store import CacheFile, open_cache
 from arpo.tools.http.policy import LocalRateLimit
@@ -205,7 +205,7 @@ def test_the_search_tool_records_into_redis_and_replays_without_a_corpus(shared,
 
 def test_a_server_that_nobody_runs_is_one_line_before_training():
     cache = f"{REDIS}=redis://127.0.0.1:{free_port()}/0"
-    with pytest.raises(UserError, match=r"tools\.search\.cache: no Redis server answers at redis://127") as error:
+    with pytest.raises(Outage, match=r"tools\.search\.cache: no Redis server answers at redis://127") as error:
         SearchTool(SearchConfig(backend="replay", cache=cache))
     assert "\n" not in str(error.value)
 
@@ -233,8 +233,9 @@ def test_a_password_belongs_into_the_environment(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=PASSWORD_VARIABLE) as error:
             open_cache(f"{REDIS}=redis://:s3cret@127.0.0.1:{server.port}/0", read_only=False)
         assert "s3cret" not in str(error.value)
-        with pytest.raises(UserError, match="no Redis server answers"):
+        with pytest.raises(UserError, match="no Redis server answers") as error:
             open_cache(server.cache, read_only=False)
+        assert not isinstance(error.value, Outage), "waiting brings no password"
         monkeypatch.setenv(PASSWORD_VARIABLE, "s3cret")
         cache = open_cache(server.cache, read_only=False)
         put(cache, "otter", "wet")

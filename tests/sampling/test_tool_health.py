@@ -9,6 +9,7 @@ from helpers.models import searching_model
 from helpers.ranks import run_script, try_script
 from helpers.toy_run import build_toy_world
 
+from arpo.errors import Outage
 from arpo.log import read_metrics
 from arpo.sampling.health import ToolHealth
 from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
@@ -36,7 +37,9 @@ def test_three_bad_batches_in_a_row_end_the_run():
         health.judge(batch(num_failed))
         stops.append(health.must_stop)
     assert stops == [False, False, False, False, False, True]
-    line = health.stop_message()
+    error = health.stop_error()
+    line = str(error)
+    assert isinstance(error, Outage)
     assert "34% of the trajectories, in 3 batches in a row" in line and "\n" not in line
 
 
@@ -123,7 +126,9 @@ def test_three_batches_of_misses_in_a_row_end_the_run_with_the_reason_and_the_al
         health.judge(groups)
         stops.append(health.must_stop)
     assert stops == [False, False, False, False, False, True]
-    line = health.stop_message()
+    error = health.stop_error()
+    line = str(error)
+    assert not isinstance(error, Outage), "no later start finds more in the recorded results"
     assert line.startswith("50.0% of the searches are not in the recorded results, in 3 batches in a row; ")
     assert all(word in line for word in ("a key", "a retriever", "a corpus", "continues from the checkpoint"))
     assert "\n" not in line

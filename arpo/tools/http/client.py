@@ -26,7 +26,7 @@ from typing import Any
 
 import aiohttp
 
-from arpo.errors import UserError
+from arpo.errors import Outage, UserError
 from arpo.tools.http.policy import CircuitBreaker, HttpPolicy, LocalRateLimit, Throttle, Time
 
 MAX_REASON_CHARS = 200
@@ -38,6 +38,10 @@ class Unavailable(ConnectionError):
     """The service gave no usable answer. The message names the service and the reason, and never contains a key."""
 
 
+class Unusable(Unavailable):
+    """The service is there, but it will hardly answer such a request better later (HTTP 404, no JSON)."""
+
+
 @dataclass(frozen=True)
 class _Outcome:
     """Result of one try: a value or a failure."""
@@ -46,6 +50,7 @@ class _Outcome:
     failure: str = ""
     """Reason of the failure; empty = the try gave a value."""
     may_retry: bool = True
+    error: type[Unavailable] = Unavailable
     pause_s: float = 0.0
     """Pause requested by the service (Retry-After)."""
 
@@ -143,7 +148,7 @@ class HttpClient(OwnsSession):
             else:
                 self._breaker.record(outcome is not None and not outcome.failure, is_probe=call.is_probe)
         if outcome.failure:
-            raise Unavailable(f"{self._name}: {outcome.failure} (tried {call.num_tries} x)")
+            raise outcome.error(f"{self._name}: {outcome.failure} (tried {call.num_tries} x)")
         return outcome.value
 
     async def _tries(self, call: _Call) -> _Outcome:
@@ -180,24 +185,27 @@ class HttpClient(OwnsSession):
         except (aiohttp.ClientError, OSError) as error:
             return _Outcome(failure=self._clean(f"{type(error).__name__} {error}"))
         if body is None:
-            return _Outcome(failure=f"an answer of more than {self._policy.max_body_bytes} bytes", may_retry=False)
+            failure = f"an answer of more than {self._policy.max_body_bytes} bytes"
+            return _Outcome(failure=failure, may_retry=False, error=Unusable)
         if status == 200:
             self.was_probed()
             try:
                 return _Outcome(call.parse(json.loads(body)))
             except (ValueError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
-                return _Outcome(failure=self._clean(f"unusable answer: {error}"))
+                return _Outcome(failure=self._clean(f"unusable answer: {error}"), error=Unusable)
         if status in (401, 403):
             self._refusals_left -= 1
             if self._refusals_left <= 0:
                 raise UserError(f"{self._refused} (HTTP {status})")
-            return _Outcome(failure=f"access refused (HTTP {status})", may_retry=False)
+            return _Outcome(failure=f"access refused (HTTP {status})", may_retry=False, error=Unusable)
         retry_after = response.headers.get("Retry-After") if status in (429, 503) else None
         pause_s = self._policy.retry_after_s(retry_after, time.time())
         if status == 429 or pause_s is not None:
             self._throttle.slow_down(pause_s or 0.0)
         reason = self._clean(f"HTTP {status} {body.decode(errors='replace')}")
-        return _Outcome(failure=reason, may_retry=status in (408, 429) or status >= 500, pause_s=pause_s or 0.0)
+        if status in (408, 429) or status >= 500:
+            return _Outcome(failure=reason, pause_s=pause_s or 0.0)
+        return _Outcome(failure=reason, may_retry=False, error=Unusable)
 
     def _clean(self, reason: str) -> str:
         """Return one short line without the key. A service may quote the key in its answer."""
@@ -248,11 +256,16 @@ def read_key(variable: str) -> str:
 
 
 async def probe(client: HttpClient, payload: dict[str, Any], parse: Callable[[Any], Any], what: str, fix: str) -> None:
-    """Send a small request and close the client. Raises UserError, with `what` and `fix`, if no answer comes."""
+    """Send a small request and close the client. Raises Outage if no answer comes, and UserError if a wrong one comes.
+
+    The message begins with `what` and ends with `fix`.
+    """
     try:
         await client.post(payload, parse)
-    except OSError as error:
+    except Unusable as error:
         raise UserError(f"{what} {error}; {fix}") from None
+    except OSError as error:
+        raise Outage(f"{what} {error}; {fix}") from None
     finally:
         await client.aclose()
 

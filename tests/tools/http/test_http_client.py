@@ -7,7 +7,8 @@ import re
 import pytest
 from helpers.web_service import FakeTime, WebService, found, never, says
 
-from arpo.tools.http.client import HttpClient, Unavailable
+from arpo.errors import Outage, UserError
+from arpo.tools.http.client import HttpClient, Unavailable, probe
 from arpo.tools.http.policy import BreakerOpen, HttpPolicy, Throttle
 
 
@@ -50,6 +51,36 @@ class Posts:
             return outcomes
 
         return asyncio.run(all_of_them())
+
+
+# ---- the request before a run
+
+
+@pytest.mark.parametrize(
+    "status, kind",
+    [
+        (500, Outage), (502, Outage), (503, Outage), (429, Outage), (408, Outage),
+        (400, UserError), (402, UserError), (404, UserError), (302, UserError), (401, UserError), (403, UserError),
+    ],
+)  # fmt: skip
+def test_a_service_that_is_down_is_told_from_a_mistake(service, fake_time, status, kind):
+    service.then(says("no", status))
+    client = Posts(service, fake_time).client
+    with pytest.raises(UserError) as error:
+        asyncio.run(probe(client, {}, lambda tree: tree, "tests:", "start it"))
+    assert type(error.value) is kind
+
+
+def test_an_answer_that_is_not_json_is_a_mistake_and_none_at_all_is_not(service, fake_time):
+    service.then(says("<html>"))
+    client = Posts(service, fake_time).client
+    with pytest.raises(UserError, match="unusable answer") as error:
+        asyncio.run(probe(client, {}, lambda tree: tree, "tests:", "start it"))
+    assert not isinstance(error.value, Outage)
+    service.stop()
+    client = Posts(service, fake_time).client
+    with pytest.raises(Outage):
+        asyncio.run(probe(client, {}, lambda tree: tree, "tests:", "start it"))
 
 
 # ---- one call
