@@ -71,6 +71,7 @@ class RLConfig:
 
     @property
     def critic_model(self) -> ModelConfig:
+        """The critic's model; without adapters, because all its weights are trained."""
         return replace(self.model, path=self.critic.path or self.model.path, lora_rank=0)
 
     @property
@@ -79,6 +80,7 @@ class RLConfig:
 
     @property
     def reference_model(self) -> ModelConfig:
+        """The model of the KL term. It is never trained, so it needs no adapters and no recomputation."""
         path = self.loss.reference or self.model.path
         return replace(self.model, path=path, recompute_every_n_layers=0, lora_rank=0)
 
@@ -172,6 +174,7 @@ def main(cfg: RLConfig) -> None:
     log.line(f"{len(prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
     log_plan(cfg, num_steps, log)
     sampler = make_sampler(cfg, engine, env, score=score, log=log)
+    # the sketches of the gradients are there under update.measure_noise
     noise = GradientNoise(cfg.advantage, cfg.update.num_prompts_per_minibatch, log) if models.policy.sketch else None
     rollouts = Rollouts(sampler, order, prompts, advantage=cfg.advantage, num_steps=num_steps, noise=noise)
     rollouts.resume(saver.progress, saver.rank_files, done_steps=done_steps)
@@ -179,7 +182,7 @@ def main(cfg: RLConfig) -> None:
     alarms = Alarms(run, log, ranks, done_steps, is_corrected=cfg.loss.is_corrected)
     entropy_target = EntropyTarget(cfg.loss, entropies_until(done_steps, cfg, ranks))
     progress = log.progress(num_steps, "step", done=done_steps)
-    stop = StopRequest()
+    stop = StopRequest()  # from here on a signal ends the run after the step, with a checkpoint
 
     for step in range(done_steps + 1, num_steps + 1):
         timers = Timers()
@@ -199,6 +202,7 @@ def main(cfg: RLConfig) -> None:
             minibatches = drop_if_no_gradient(minibatches, loss_cfg, ranks)
 
         # ---- update: one optimizer step per mini-batch
+        # called before a gradient that is not finite ends the run
         dump = partial(log.trajectories, step, batch.sampled, kind="nonfinite")
         with timers("update"):
             metrics.merge(
@@ -221,7 +225,8 @@ def main(cfg: RLConfig) -> None:
         log.scalars(step, values | speeds(values, ranks.world_size), distributions(batch.sampled))
         if run.dump_every and (step == num_steps or step % run.dump_every == 0):
             log.trajectories(step, batch.sampled)
-        progress.at(step, console_text(values), keep="valid/well_formed" in values)
+        was_validated = "valid/well_formed" in values  # the console keeps the line of each validation
+        progress.at(step, console_text(values), keep=was_validated)
         entropy_target.add(values.get("loss/entropy"))
         alarms.check(step, values)
         saver.save_if_due(step, rollouts, is_final=is_final)
@@ -389,15 +394,16 @@ def update_models(
     dump: called before a gradient that is not finite ends the run.
     """
     metrics = Metrics()
-    for number, minibatch in enumerate(minibatches * cfg.update.num_epochs):
-        update = (step - 1) * cfg.num_updates_per_step + number
-        name = f"step {step}, mini-batch {number + 1}"
+    for index, minibatch in enumerate(minibatches * cfg.update.num_epochs):
+        # The schedule also counts mini-batches that were left out, so that it keeps to the steps.
+        update_index = (step - 1) * cfg.num_updates_per_step + index
+        name = f"step {step}, mini-batch {index + 1}"
         with reported_if_not_finite(name, minibatch.micros, cfg.run.folder, ranks, also=dump):
             if models.critic:
-                metrics.merge(models.critic.update(minibatch.micros, update, ranks))
+                metrics.merge(models.critic.update(minibatch.micros, update_index, ranks))
             # while the critic warms up, the policy stays as it is
             if step > cfg.critic.warmup_steps:
-                lr = set_learning_rate(models.optimizer, update, models.num_updates, cfg.optim)
+                lr = set_learning_rate(models.optimizer, update_index, models.num_updates, cfg.optim)
                 metrics.mean("optim/lr", lr)
                 update_metrics = update_policy(
                     policy=models.policy,
@@ -407,7 +413,7 @@ def update_models(
                     temperature=cfg.rollout.temperature,
                     max_grad_norm=cfg.optim.max_grad_norm,
                     ranks=ranks,
-                    is_first=number == 0,
+                    is_first=index == 0,
                 )
                 metrics.merge(update_metrics)
     return metrics

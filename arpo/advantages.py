@@ -76,7 +76,7 @@ def group_advantages(
     if isinstance(group_ids, Tensor):
         group_ids = group_ids.tolist()
     advantages = torch.empty_like(rewards)
-    for indices in members(group_ids):
+    for indices in indices_by_group(group_ids):
         group = rewards[indices].double()
         if len(indices) == 1:
             centred = group
@@ -103,7 +103,7 @@ def batch_advantages(evidence: GroupEvidence, *, with_dead_groups: bool) -> Tens
     """
     centred = group_advantages(evidence.rewards, evidence.group_ids, normalize_std=False)
     num_tokens = torch.tensor([t.num_sampled_tokens for t in evidence.trajectories], dtype=centred.dtype)
-    for indices in members(evidence.group_ids):
+    for indices in indices_by_group(evidence.group_ids):
         if not with_dead_groups and len(indices) > 1 and not centred[indices].any():
             num_tokens[indices] = 0
     mean = (num_tokens * centred).sum() / num_tokens.sum().clamp(min=1)
@@ -111,12 +111,12 @@ def batch_advantages(evidence: GroupEvidence, *, with_dead_groups: bool) -> Tens
     return (centred - mean) / (variance.sqrt() + 1e-8)
 
 
-def members(group_ids: Sequence[Hashable]) -> list[list[int]]:
+def indices_by_group(group_ids: Sequence[Hashable]) -> list[list[int]]:
     """Return the indices of each group, in the order in which groups first occur. ["a", "b", "a"] -> [[0, 2], [1]]"""
-    by_id: dict[Hashable, list[int]] = {}
+    indices: dict[Hashable, list[int]] = {}
     for index, group_id in enumerate(group_ids):
-        by_id.setdefault(group_id, []).append(index)
-    return list(by_id.values())
+        indices.setdefault(group_id, []).append(index)
+    return list(indices.values())
 
 
 def gae(evidence: CriticEvidence, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
@@ -234,14 +234,14 @@ def node_parent(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
 
 
 def inter_intra(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
-    """Every token gets its trajectory's z among the whole group, plus its z among the trajectories of the same root
+    """Every token gets its trajectory's z (`z_scores`) in the group, plus its z among the trajectories of the same root
     (Tree-GRPO, arXiv 2509.21240). A root without branches adds 0."""
     trained = trained_on(group)
     rewards = np.array([t.reward - t.kl_penalty for t in trained])
     credits = z_scores(rewards, cfg, ddof=1)
     # branch "0.1" of root "0": the part before the first dot is the root's id
     root_ids = [t.trajectory_id.partition(".")[0] for t in trained]
-    for indices in members(root_ids):
+    for indices in indices_by_group(root_ids):
         credits[indices] += z_scores(rewards[indices], cfg, ddof=1)
     return {t.trajectory_id: np.full(len(t.token_ids), credit) for t, credit in zip(trained, credits, strict=True)}
 

@@ -335,7 +335,7 @@ def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
         input_ids=torch.from_numpy(np.concatenate(token_ids).astype(np.int64))[None],
         position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))[None],
         # The clamp is for rows without prompt: nothing is before their first token, and its loss mask is 0.
-        predict_from=padded([at - 1 for at in positions], torch.long).clamp_(min=0),
+        predict_from=padded([indices - 1 for indices in positions], torch.long).clamp_(min=0),
         targets=padded([row.response_ids for row in rows], torch.long),
         loss_mask=loss_mask,
         loss_index=index_of(loss_mask),

@@ -214,7 +214,7 @@ class BranchBudget:
     granted: dict[tuple[int, Path], int] = field(default_factory=dict)
     """Settled claim (turn, path) -> number of children."""
     waiting: set[tuple[int, Path]] = field(default_factory=set)
-    """Claims (turn, path) without a decision yet."""
+    """Claims (turn, path) that are neither granted nor refused yet."""
 
     @property
     def is_settled(self) -> bool:
@@ -265,13 +265,16 @@ class BranchBudget:
         return settled
 
     def _grant(self, claim: tuple[int, Path]) -> int | None:
-        """Return the number of children of a claim, 0 for a refused claim, None if the claim has to wait."""
+        """Return the number of children of a claim, 0 for a refused claim, None if the claim has to wait.
+
+        may_take: the most children that the decisions before the claim can take.
+        """
         left = self.budget_before(*claim)
         may_take = sum(self._most_children((turn, path), claim) for path, turn in self.next_decision.items())
         may_take += sum(self._most_children(earlier, claim) for earlier in self.waiting)
-        if left - may_take >= self.max_children:
+        if left - may_take >= self.max_children:  # enough is left even if all earlier decisions branch
             return self.max_children
-        if may_take == 0 or left <= 0:
+        if may_take == 0 or left <= 0:  # the rest is certain, or nothing is left
             return max(min(left, self.max_children), 0)
         return None
 

@@ -24,8 +24,11 @@ class Decision:
 
     evidence: Evidence
     wants: bool
+    """True if the trajectory is to branch, as far as the budget allows."""
     probability: float | None
+    """P(branch); None if a tool refused."""
     draw: float | None
+    """The uniform number that was compared with P; None without a draw."""
     refused_by: str = ""
     """Tool whose open session forbids a branch; then no number was drawn."""
 
@@ -192,6 +195,7 @@ class GroupState:
         budget = BranchBudget(
             total_children=None if cfg.dynamic_budget else size - num_roots,
             max_children=cfg.max_branches_per_turn,
+            # turn 0 comes before the first tool result, so it has no decision
             last_turn=0 if never_branches else rollout.max_turns - 1,
         )
         return cls(prompt, size, budget, seed), num_roots

@@ -117,12 +117,13 @@ def policy_loss(
     # ---- policy term
     tokens = token_losses(inputs, cfg)
     weighted = tokens.losses
-    if inputs.rollout_weights is not None:
+    if inputs.rollout_weights is not None:  # vLLM sampled from a slightly other policy than the trainer's
         weighted = weighted * inputs.rollout_weights.detach()
     policy_term = aggregate(weighted, keep, cfg.aggregation, denominator)
     loss = policy_term
 
     log_ratio = inputs.log_ratio.detach()
+    # metric -> its value at each token, (B, T)
     per_token = dict.fromkeys(CLIP_METRICS, torch.zeros_like(keep)) | tokens.metrics
     per_token["approx_kl"] = log_ratio.exp() - 1 - log_ratio
     if entropy is not None:

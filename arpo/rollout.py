@@ -1,5 +1,8 @@
 """The tool-calling, entropy-branching rollout: one event loop, no barrier between generation and tools.
 
+This file has the answers to the events: new tokens (`on_chunk`) and tool results (`on_tool_result`). The loop that
+brings the events is `drive` in arpo/sampling/driver.py.
+
 The calls at the end of a turn start at once, while the other trajectories keep decoding. As soon as all results of the
 turn are there, the next turn is submitted (the engine's prefix cache makes this cheap). As soon as the first k tokens
 of the next turn are known, the branch decision is taken, and children fork at the end of the results. Tokens in, tokens
@@ -50,6 +53,7 @@ class Rollout:
         self.num_unfinished = 0
         """Trajectories of started groups without an end yet. Many of them have not even begun."""
         self._finished: list[GroupState] = []
+        """Groups finished since the last `take_finished`."""
 
     def take_finished(self) -> list[GroupState]:
         """Return the groups finished since the last call."""
@@ -68,6 +72,7 @@ class Rollout:
         return group
 
     def start_roots(self, group: GroupState, count: int, *, may_branch: bool) -> None:
+        """Start further trajectories at the prompt. may_branch=False: no branch decision is taken on them."""
         for _ in range(count):
             path = (group.num_roots,)
             trajectory = Trajectory(group.prompt.prompt_id, _name(path))
@@ -79,6 +84,7 @@ class Rollout:
     # ---- it samples a turn
 
     def start_turn(self, live: Live, *, is_note: bool = False) -> None:
+        """Let the trajectory sample its next turn: a note (see rollout.context), or calls or an answer."""
         live.begin_turn(is_note=is_note)
         self.decoding[live.key] = live
         if live.group.budget.next_decision.get(live.path) == live.turn_index:
@@ -112,6 +118,7 @@ class Rollout:
         self.engine.submit(live.key, live.trajectory.context(group.prompt.token_ids), spec)
 
     def offered_tools(self, prompt: Prompt) -> tuple[str, ...]:
+        """Return the tags of the loaded tools that the prompt offers."""
         loaded = tuple(self.tools.tools)
         return loaded if prompt.tools is None else tuple(tag for tag in prompt.tools if tag in loaded)
 
@@ -124,6 +131,7 @@ class Rollout:
         live.add_sampled(chunk.token_ids, chunk.logprobs, step=self.step)
         live.entropies += chunk.entropies
         live.top_logprobs += chunk.top_logprobs
+        # the first k tokens are there, or the turn has ended before
         is_measured = chunk.finish or len(live.entropies) >= self.num_entropy_tokens
         if is_measured and live.trajectory.turns[-1].entropy is None:
             entropy = br.turn_entropy(live.entropies, live.top_logprobs, self.branching, self.codec.vocab_size)
@@ -145,13 +153,13 @@ class Rollout:
         return chunk.ended_after(num_tokens, stop_string)
 
     def end_turn(self, live: Live, chunk: Chunk) -> None:
-        """Start the calls of the turn. Without calls: go on after an answer or note; other text ends the trajectory."""
+        """Start the calls of the turn. Without calls the turn is a note, an answer, or text that was cut off."""
         trajectory = live.trajectory
         turn = trajectory.turns[-1]
         sampled = trajectory.token_ids[turn.start : turn.end]
         calls = self.codec.calls(sampled, chunk.finish, chunk.stop_string, self.offered_tools(live.group.prompt))
         if turn.is_note or (not calls and chunk.finish == "eos"):
-            self.next_turn(live)
+            self.next_turn(live)  # which ends the trajectory after an answer
         elif not calls:
             self.end(live, StopReason.LENGTH)
         # Refused calls are in the list too. More than the limit: the model was told to answer, and called again.
@@ -297,11 +305,13 @@ class Rollout:
             self.start_missing_roots(group)
 
     def start_missing_roots(self, group: GroupState) -> None:
+        """Fill the group with roots."""
         self.start_roots(group, group.size - len(group.trajectories), may_branch=False)
 
     # ---- it ends
 
     def end(self, live: Live, reason: StopReason) -> None:
+        """End the trajectory. Start what its end allows in the group: waiting children, AEPO's roots, missing roots."""
         group = live.group
         live.trajectory.stop_reason = reason
         live.decode(self.codec)

@@ -63,6 +63,7 @@ def make_minibatches(
             continue
         rows = [row_of(chosen[index], t) for index, t in trajectories]
         micros = to_micros(rows, ranks.data_rank, ranks.data_size, cfg.max_tokens_per_microbatch)
+        # with model.context_parallel, the ranks of a group cut each micro-batch among them
         micros = [micro.to(ranks.device) for micro in local_shares(micros, ranks.group)]
         minibatches.append(Minibatch(chosen, trajectories, micros))
     return minibatches
@@ -194,6 +195,7 @@ def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss_cfg: LossC
         evidence = CriticEvidence(rewards, micro.old_values, micro.loss_mask)
         micro.advantages, micro.returns = CRITIC_ESTIMATORS[cfg.kind](evidence, cfg)
     mean, std = global_statistics([micro.at_loss_tokens(micro.advantages) for micro in minibatch.micros], ranks)
+    # * loss_mask: minus the mean would leave values at tokens without a loss
     for micro in minibatch.micros:
         micro.advantages = (micro.advantages - mean) / (std + 1e-8) * micro.loss_mask
 
@@ -239,11 +241,12 @@ def update_policy(
 
     # ---- forward and backward, one micro-batch at a time
     losses = []
+    # `accumulating`: the gradients of all micro-batches add up, and are exchanged only at the last
     for micro in accumulating(policy, micros):
         logprobs, entropies = policy(micro, temperature)  # (B, T)
         if micro.old_logprobs is None:  # see `first_update_computes_old_logprobs`
             metrics.merge(use_as_old_logprobs(micro, logprobs, entropies, cfg))
-        if policy.sketch:
+        if policy.sketch:  # update.measure_noise
             policy.sketch.take_rows(micro)
         inputs = LossInputs(
             logprobs,

@@ -67,7 +67,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("range(turn.end, turn.result_end)", "range(turn.start, turn.result_end)"),
     ],
     ("batch", "test_batch test_tree"): [
-        ("padded([at - 1 for at in positions]", "padded([at for at in positions]"),
+        ("padded([indices - 1 for indices in positions]", "padded([indices for indices in positions]"),
         ("rank = loads.index(min(loads))", "rank = index % num_ranks"),
         ("load + lengths[index] <= max_tokens", "load + lengths[index] < max_tokens"),
         ("max(1, *(len(bins) for bins in bins_of_rank))", "max(1, len(bins_of_rank[rank]))"),
