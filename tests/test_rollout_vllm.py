@@ -2,11 +2,14 @@
 
 import json
 import random
+import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from helpers.cut_rollout import play_cut
 from helpers.fakes import EchoTool
+from helpers.ranks import ROOT
 from helpers.rollout_checks import assert_children_fork_behind_results, assert_rollout_logprobs, teacher_forced
 from transformers import AutoTokenizer
 
@@ -157,3 +160,49 @@ def test_finished_groups_are_forked_where_the_selector_says_and_alike_each_time(
             assert child.rollout_logprobs[: child.fork_at] == parent.rollout_logprobs[: child.fork_at]
             assert child.token_ids != parent.token_ids
     assert num_forks > 4
+
+
+MAX_INSTRUCTIONS = 265
+"""Instructions of Python's bytecode in arpo/ for a sampled token. Seen with Python 3.11: 239 here, 175 with 64 rows."""
+
+
+def instructions_of(function) -> Counter[str]:
+    """Instructions of Python's bytecode that a call executes in arpo/, by function."""
+    counts: Counter[str] = Counter()
+
+    def begin(frame, event, arg):
+        file = frame.f_code.co_filename
+        if not file.startswith(f"{ROOT}/arpo/") or file.endswith("cpu_norms.py"):  # a part of the model's forward pass
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return count
+
+    def count(frame, event, arg):
+        counts[frame.f_code.co_qualname] += event == "opcode"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(begin)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return counts
+
+
+def test_a_sampled_token_costs_a_bounded_number_of_instructions(parts):
+    """While ours runs, a GPU waits; a timer would measure the machine, and this counts (benchmarks/host_waits.py)."""
+    codec, _, prompts, engine, runner = parts
+    no_branches = BranchingConfig("none", 10)
+    counts, num_tokens = [], []
+    for length in (24, 24, 96):  # the first one fills the codec's caches
+        cfg = RolloutConfig(10, max_response_tokens=length, answer_reserve_tokens=8)
+        before = engine.stats.generated_tokens
+        counts.append(
+            instructions_of(lambda cfg=cfg: rollout(prompts, engine, runner, codec, cfg, no_branches, seed=0))
+        )
+        num_tokens.append(engine.stats.generated_tokens - before)
+    more = counts[2] - counts[1]
+    num_more = num_tokens[2] - num_tokens[1]
+    assert num_more > 1000
+    assert more.total() / num_more < MAX_INSTRUCTIONS, more.most_common(10)
