@@ -96,6 +96,29 @@ def metadata(temperature: float, num_logprobs: int, top_p: float | None):
     return SamplingMetadata(**{name: value for name, value in values.items() if name in known})
 
 
+def compared(tokens, rows, logits, positions, *, temperature: float, one_token: bool) -> dict:
+    """Compare sampled tokens and their columns (logprob, entropy, three top logprobs) with our own arithmetic.
+
+    one_token: the sampler can only take the likeliest token (greedy, or a nucleus of one token).
+    """
+    tempered = (logits.float() / (temperature or 1)).log_softmax(-1)
+    logprobs = logits.float().log_softmax(-1)
+    if one_token:
+        expected = tempered.argmax(-1)
+    else:
+        keys = row_keys(torch.arange(100, 100 + N), positions)
+        expected = draw(logits.float() / temperature, keys, token_offsets(V, "cpu"))
+    errors = [
+        tempered.gather(1, tokens[:, None])[:, 0] - rows[:, 0],
+        -(logprobs.exp() * logprobs).sum(-1) - rows[:, 1],
+        logprobs.topk(3).values - rows[:, 2:],
+    ]
+    return {
+        "same_tokens": torch.equal(tokens, expected),
+        "errors": [float(error.abs().max()) for error in errors],
+    }
+
+
 def sampler(temperature: float, top_p: float | None = None) -> dict:
     """Sample with both hooks in the real Sampler, on the pretended device; compare with our own arithmetic."""
     from vllm.v1.sample.sampler import Sampler
@@ -118,24 +141,9 @@ def sampler(temperature: float, top_p: float | None = None) -> dict:
         later = out.logprobs_tensors.to_cpu_nonblocking()
         rows = torch.from_numpy(later.tolists().logprobs)
     tokens = real_of(out.sampled_token_ids)[:, 0].long()
-    tempered = (logits.float() / (temperature or 1)).log_softmax(-1)
-    logprobs = logits.float().log_softmax(-1)
-    keys = row_keys(torch.arange(100, 100 + N), positions)
-    if top_p is not None or temperature == 0:
-        expected = tempered.argmax(-1)  # the nucleus is one token
-    else:
-        expected = draw(logits.float() / temperature, keys, token_offsets(V, "cpu"))
-    exact = [
-        tempered.gather(1, tokens[:, None])[:, 0] - rows[:, 0],
-        -(logprobs.exp() * logprobs).sum(-1) - rows[:, 1],
-        logprobs.topk(3).values - rows[:, 2:],
-    ]
-    return {
-        "same_tokens": torch.equal(tokens, expected),
-        "errors": [float(error.abs().max()) for error in exact],
-        "waits": waits,
-        "without_flashinfer": native == "forward_native",
-    }
+    one_token = top_p is not None or temperature == 0
+    found = compared(tokens, rows, logits, positions, temperature=temperature, one_token=one_token)
+    return found | {"waits": waits, "without_flashinfer": native == "forward_native"}
 
 
 # --------------------------------------------------------------------------- the second runner and its sampler
@@ -251,24 +259,9 @@ def sampler_v2(temperature: float, top_p: float = 1.0) -> dict:
         waits = dict(stalls.waits)
         rows = torch.from_numpy(out.logprobs_tensors.to_cpu_nonblocking().tolists().logprobs)
     tokens = real_of(out.sampled_token_ids)[:, 0].long()
-    tempered = (logits.float() / (temperature or 1)).log_softmax(-1)
-    logprobs = logits.float().log_softmax(-1)
-    if top_p < 1 or temperature == 0:
-        expected = tempered.argmax(-1)  # the nucleus is one token
-    else:
-        keys = row_keys(torch.arange(100, 100 + N), positions)
-        expected = draw(logits.float() / temperature, keys, token_offsets(V, "cpu"))
-    exact = [
-        tempered.gather(1, tokens[:, None])[:, 0] - rows[:, 0],
-        -(logprobs.exp() * logprobs).sum(-1) - rows[:, 1],
-        logprobs.topk(3).values - rows[:, 2:],
-    ]
-    return {
-        "same_tokens": torch.equal(tokens, expected),
-        "errors": [float(error.abs().max()) for error in exact],
-        "columns": rows.shape[1],
-        "waits": waits,
-    }
+    one_token = top_p < 1 or temperature == 0
+    found = compared(tokens, rows, logits, positions, temperature=temperature, one_token=one_token)
+    return found | {"columns": rows.shape[1], "waits": waits}
 
 
 def interface_v2() -> list[str]:
