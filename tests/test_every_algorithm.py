@@ -6,14 +6,21 @@ What the algorithms compute is tested in test_losses.py and test_update.py.
 import functools
 import math
 import shutil
+from collections.abc import Iterator
 
 import pytest
 from helpers.files import read_jsonl
 from helpers.models import searching_model
+from helpers.option_reads import record_reads
 from helpers.ranks import run_script
 from helpers.toy_run import build_toy_world
 
+from arpo.config.facts import Needs, facts_of, leaves, of_kind
 from arpo.log import read_metrics
+from arpo.start.load import load_config
+from evaluate import EvalConfig
+from train_rl import RLConfig
+from train_sft import SFTConfig
 
 pytestmark = pytest.mark.slow  # each run takes about eight seconds of computing
 
@@ -22,6 +29,10 @@ SEARCHES = ["--model.path", "@WORLD@/searcher", "--optim.lr", "1e-3", "--rollout
             "--rollout.max_result_tokens", "40", "--update.max_tokens_per_microbatch", "512"]  # fmt: skip
 """A model that calls a tool, so that there are trees."""
 ALGORITHMS = {
+    "grpo": ["--branching.selector", "none", "--tools.names", "--optim.schedule", "linear"],
+    "aepo": ["--branching.selector", "aepo", "--branching.dynamic_budget", "True", "--loss.old_logprobs", "rollout",
+             "--loss.entropy_balanced_clipping", "True", "--loss.entropy_balanced_advantage", "True"],
+    "random": ["--branching.selector", "random", "--branching.compat", "upstream", "--optim.schedule", "constant"],
     "gspo": ["--loss.kind", "gspo", "--loss.aggregation", "sequence_mean_token_mean", "--advantage.tree", "hard",
              "--loss.kl_coefficient", "0.1", "--loss.reference", "@WORLD@/model", "--loss.offload_reference", "True",
              "--loss.rollout_correction", "geometric_mis", "--loss.correction_low", "0.999",
@@ -60,9 +71,15 @@ def world(tmp_path_factory):
 
 
 def metrics_of_run(world, run: str, algorithm: str, *flags: str, ranks: int = 2) -> list[dict[str, float]]:
-    chosen = [flag.replace("@WORLD@", str(world)) for flag in ALGORITHMS[algorithm]]
-    run_script("train_rl.py", str(world / "config.yaml"), *SHORT, "--run.name", run, *chosen, *flags, ranks=ranks)
+    argv = [*argv_of(world, run, algorithm), *flags]
+    prepare = functools.partial(record_reads, RLConfig, world / f"{run}.reads")
+    run_script("train_rl.py", *argv, ranks=ranks, prepare=prepare)
     return read_metrics(world / "runs" / run)
+
+
+def argv_of(world, run: str, algorithm: str) -> list[str]:
+    chosen = [flag.replace("@WORLD@", str(world)) for flag in ALGORITHMS[algorithm]]
+    return [str(world / "config.yaml"), *SHORT, "--run.name", run, *chosen]
 
 
 def cut_and_resumed(world, algorithm: str) -> dict[str, float]:
@@ -166,3 +183,73 @@ def test_resampling_goes_on_as_it_would_have_after_a_cut_and_on_one_rank(metrics
     for name, group in groups_of(world, "alone", 1).items():
         theirs = groups_of(world, "resampled", 1)[name]
         assert [t["token_ids"] for t in group] == [t["token_ids"] for t in theirs]
+
+
+# ---- the needs of the options: a knob that a run never reads has no effect in it, so a need of it must be unmet
+
+OUTSIDE_THESE_RUNS = {
+    "run.keep_checkpoints", "run.stop_on_collapse", "run.stop_at_accuracy",  # after a save or a validation
+    "run.resume", "run.resume_changed",  # by the checks of arpo/start
+    "model.enable_thinking",  # by a chat template
+    "engine.gpu_memory_utilization", "engine.cuda_graphs", "engine.async_scheduling",  # on a GPU
+    "rollout.max_tool_calls", "rollout.max_result_tokens", "rollout.answer_reserve_tokens",  # at the first tool call
+    "tools.search.deadline_s", "tools.search.cache",  # by a search of the web
+}  # fmt: skip
+"""Knobs that a run may leave unread though they have an effect; where they are read."""
+UNNOTICED = {
+    "advantage.kind": ["advantage.dead_groups", "advantage.keep_variance", "advantage.max_resample", "critic.path",
+                       "critic.warmup_steps"],
+    "branching.selector": ["advantage.tree", "branching.dynamic_budget", "branching.max_branches_per_turn",
+                           "branching.num_initial_rollouts"],
+    "data.valid": ["data.num_valid_prompts"],
+    "eval.benchmarks": ["eval.data_dir"],
+    "eval.server": ["engine.async_scheduling", "engine.cuda_graphs", "engine.dtype", "engine.gpu_memory_utilization",
+                    "engine.kv_cache_gib", "engine.max_num_batched_tokens", "engine.model_runner",
+                    "engine.quantization", "engine.tensor_parallel", "eval.server_model"],
+    "judge.url": ["judge.cache", "judge.max_concurrent", "judge.model"],
+    "loss.kl_coefficient": ["loss.reference"],
+    "loss.kl_in": ["advantage.dead_groups"],
+    "loss.old_logprobs": ["loss.rollout_correction"],
+    "protocol.format": ["reward.compat"],
+    "reward.compat": ["reward.bonus_tools"],
+    "reward.terms": ["reward.bonus_tools", "reward.compat", "reward.file"],
+    "rollout.temperature": ["rollout.top_p"],
+    "tools.names": ["tools.search.cache"],
+    "tools.search.backend": ["tools.search.deadline_s"],
+}  # fmt: skip
+"""Setting -> knobs that need it, and are read in these runs without it too, or outside of these runs."""
+
+
+def needs_in(root: type) -> set[tuple[str, str]]:
+    """(knob, setting that it needs) of a config."""
+    return {
+        (knob, need.owner) for knob, facts in facts_of(root).items() for need in of_kind(Needs, facts) if need.owner
+    }
+
+
+def unread(world, name: str) -> Iterator[tuple[str, list[str]]]:
+    """(knob that the run did not read, its needs that are not met)."""
+    read = set((world / f"{name}.reads").read_text().split())
+    values = leaves(load_config(RLConfig, argv_of(world, name, name)))
+    for knob, facts in facts_of(RLConfig).items():
+        if knob not in read:
+            needs = [need for need in of_kind(Needs, facts) if need.owner in values]
+            yield knob, [need.owner for need in needs if not need.is_met(values[need.owner])]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_knob_that_a_run_never_reads_declares_a_need_that_the_run_does_not_meet(metrics_of, world, name):
+    metrics_of(name)
+    assert [knob for knob, unmet in unread(world, name) if not unmet and knob not in OUTSIDE_THESE_RUNS] == []
+
+
+def test_a_need_that_no_run_would_miss_stands_here_a_second_time(metrics_of, world):
+    """A run misses a need if it is the only unmet need of a knob that the run does not read."""
+    missed = set()
+    for name in ALGORITHMS:
+        metrics_of(name)
+        missed |= {(knob, unmet[0]) for knob, unmet in unread(world, name) if len(unmet) == 1}
+    missed -= {(knob, owner) for knob, owner in missed if knob in OUTSIDE_THESE_RUNS}
+    second_time = {(knob, owner) for owner, knobs in UNNOTICED.items() for knob in knobs}
+    assert needs_in(RLConfig) - missed <= second_time, "add them to UNNOTICED"
+    assert second_time <= needs_in(RLConfig) | needs_in(SFTConfig) | needs_in(EvalConfig)

@@ -104,21 +104,36 @@ class Done:
     """The ranks' stdout and stderr, tracebacks included."""
 
 
-def run_script(script: str, *argv: str, ranks: int = 2, env: dict[str, str] | None = None) -> str:
-    """The output of `script`, which must end well. env: variables beside those that the server began with."""
-    done = try_script(script, *argv, ranks=ranks, env=env)
+def run_script(
+    script: str,
+    *argv: str,
+    ranks: int = 2,
+    env: dict[str, str] | None = None,
+    prepare: Callable[[int], None] | None = None,
+) -> str:
+    """The output of `script`, which must end well. env: variables beside those that the server began with.
+
+    prepare: called on each rank before its script, see `script_on_ranks`; without `env`.
+    """
+    done = try_script(script, *argv, ranks=ranks, env=env, prepare=prepare)
     assert done.code == 0, f"{script} ended with code {done.code}\n{done.output[-6000:]}"
     return done.output
 
 
 def try_script(
-    script: str, *argv: str, ranks: int = 2, env: dict[str, str] | None = None, patience_after_failure_s: float = 30.0
+    script: str,
+    *argv: str,
+    ranks: int = 2,
+    env: dict[str, str] | None = None,
+    patience_after_failure_s: float = 30.0,
+    prepare: Callable[[int], None] | None = None,
 ) -> Done:
     """Run `python script argv` as `__main__` on each of `ranks` ranks, and wait for all of them.
 
     When one of them fails, the others may end by themselves, as under torchrun, until they are killed.
     """
-    prepare = partial(set_variables, env) if env else None
+    assert not (env and prepare)
+    prepare = partial(set_variables, env) if env else prepare
     with script_on_ranks(script, *argv, ranks=ranks, prepare=prepare) as (processes, output):
         code = wait_for_all(processes, patience_after_failure_s)
         return Done(code, output.read_text(errors="replace"))
