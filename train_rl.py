@@ -71,7 +71,7 @@ class RLConfig:
 
     @property
     def critic_model(self) -> ModelConfig:
-        """The critic's model; without adapters, because all its weights are trained."""
+        """The critic's model, without adapters: all weights are trained."""
         return replace(self.model, path=self.critic.path or self.model.path, lora_rank=0)
 
     @property
@@ -80,7 +80,7 @@ class RLConfig:
 
     @property
     def reference_model(self) -> ModelConfig:
-        """The model of the KL term. It is never trained, so it needs no adapters and no recomputation."""
+        """The model of the KL term: never trained, so without adapters and recomputation."""
         path = self.loss.reference or self.model.path
         return replace(self.model, path=path, recompute_every_n_layers=0, lora_rank=0)
 
