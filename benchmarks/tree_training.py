@@ -7,6 +7,10 @@ All three layouts compute the same gradients (their difference is shown), with t
 budget per micro-batch. Times are medians of alternating repeats: CPU seconds of one thread (so that other processes do
 not count), or seconds on a GPU.
 
+`work_ratio` is the saving of multiplications, which no layout can exceed in time: the head computes loss tokens alone,
+and few of these are shared. `unsplit_work_ratio` is that of trees without a token budget. A schedule that computes
+each prefix once for all micro-batches (depth first) could reach it.
+
 A second measurement has a new context for each turn, without the first half (the thoughts) of every earlier turn
 (rollout.context=strip_thoughts). There flat packing has a sample per context.
 """
@@ -22,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.utils import is_flash_attn_2_available
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -158,6 +163,22 @@ def measure(policy: Policy, runs: dict[str, tuple[str, Callable[[], None]]], dev
     return {name: (statistics.median(times[name][1:]), gradients[name]) for name in runs}
 
 
+def work(policy: Policy, micros: list[MicroBatch]) -> float:
+    """Return the FLOPs of a forward and backward pass. Activations are recomputed, so all is computed forward twice."""
+    policy.zero_grad()
+    with FlopCounterMode(display=False) as counter:
+        run_micros(policy, micros)
+    cfg = policy.hf.config
+    pairs = 0.0
+    for micro in micros:
+        for queries, keys in zip(micro.paths.num_queries, micro.paths.num_keys, strict=True):
+            pairs += queries * (keys - (queries - 1) / 2)  # causal
+    # the counter leaves out SDPA on a CPU: two products forward, again recomputed, and four backward
+    attention = pairs * 2 * cfg.hidden_size * cfg.num_hidden_layers * (2 + 2 + 4)
+    counted = counter.get_flop_counts()["Global"]
+    return attention + sum(flops for op, flops in counted.items() if "attention" not in str(op))
+
+
 def compare(policy: Policy, size: str, device: torch.device, repeats: int, *, contexts: bool) -> dict[str, float]:
     """Return the seconds of each layout, and the savings of the trees. Padded batches do not support contexts."""
     *lengths, budget = TOKENS[device.type][size]
@@ -185,8 +206,13 @@ def compare(policy: Policy, size: str, device: torch.device, repeats: int, *, co
     values["difference"] = float((ours - expected).norm() / expected.norm())
     values["ratio"] = values["packed"] / values["tree"]
     values["token_ratio"] = num_tokens["packed"] / num_tokens["tree"]
+    unsplit = tree_microbatches(rows, 0, 1, sum(row.num_tokens for row in rows), device=device)
+    flops = work(policy, packed)
+    values["work_ratio"] = flops / work(policy, trees)
+    values["unsplit_work_ratio"] = flops / work(policy, unsplit)
     print(
-        f"packed / tree: tokens {values['token_ratio']:.2f}, time {values['ratio']:.2f}; "
+        f"packed / tree: tokens {values['token_ratio']:.2f}, work {values['work_ratio']:.2f} "
+        f"(unsplit {values['unsplit_work_ratio']:.2f}), time {values['ratio']:.2f}; "
         f"gradients differ by {values['difference']:.1e}"
     )
     return values
@@ -206,7 +232,7 @@ def main() -> None:
         "ours": plain["tree"],
         "baseline": plain["packed"],
         "unit": "s" if device.type == "cuda" else "CPU s",
-        "token_ratio": plain["token_ratio"],
+        **{name: plain[name] for name in ("token_ratio", "work_ratio", "unsplit_work_ratio")},
         "padded": plain["padded"],
         "device": device.type,
         "gradient_difference": plain["difference"],

@@ -138,6 +138,13 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("rewards/qa", "rewards/test_rewards rewards/test_grader_edges"): [
         ("return 2 * num_common / (len(predicted) + len(expected))", "return num_common / len(expected)"),
     ],
+    ("model/lora", "model/test_lora"): [
+        (
+            "return F.linear(x, merged(weight, a, b, scale), bias)",
+            "return F.linear(x, weight, bias) + F.linear(F.linear(x, a), b) * scale",
+        ),
+        ("grad_b = rows.T @ F.linear(inputs, a) * ctx.scale", "grad_b = rows.T @ F.linear(inputs, a)"),
+    ],
     ("data/order", "data/test_data"): [
         ("if start + count > per_epoch", "if start + count >= per_epoch"),
         ("enumerate(indices, start=1)", "enumerate(indices)"),

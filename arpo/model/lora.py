@@ -1,5 +1,9 @@
 """LoRA (Hu et al., arXiv 2106.09685): each target matrix is W + (alpha / rank) B A, and only A and B are trained.
 
+The forward pass multiplies with this sum, rounded to model.compute_dtype, because the engine samples with the same sum.
+Two products, x W + (x A) B, would show the trainer changes that the rounding hides from the engine: with a bfloat16
+model of 135M their mismatch grew from 0.002 to 0.1 (docs/scale.md). In full training the rounding is the same as here.
+
 B is sharded by the same rows as W. So a rank merges its rows of W alone, and gathers only the small A.
 """
 
@@ -9,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -18,6 +22,34 @@ from arpo.errors import UserError
 from arpo.model.loading import copy_rows
 
 A, B = "lora_A", "lora_B"
+
+
+class MergedProduct(torch.autograd.Function):
+    """x (..., in) times the merged weight, with gradients for x, lora_A and lora_B.
+
+    The merged weight is computed again for the backward pass, so that no layer keeps a second weight in memory.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, weight, a, b)
+        ctx.scale = scale
+        return F.linear(x, merged(weight, a, b, scale), bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b = ctx.saved_tensors
+        grad_x = grad @ merged(weight, a, b, ctx.scale) if ctx.needs_input_grad[0] else None
+        rows = grad.flatten(0, -2)  # (N, out)
+        inputs = x.flatten(0, -2)  # (N, in)
+        grad_a = (rows @ b).T @ inputs * ctx.scale  # (r, in)
+        grad_b = rows.T @ F.linear(inputs, a) * ctx.scale  # (out, r)
+        return grad_x, None, None, grad_a, grad_b, None
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return W + scale * B A, rounded to W's dtype. (out, in), (r, in), (out, r) -> (out, in)"""
+    return torch.addmm(weight, b, a, alpha=scale)
 
 
 class LoraLinear(nn.Linear):
@@ -33,17 +65,18 @@ class LoraLinear(nn.Linear):
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=base.weight.device))
         self.lora_B = nn.Parameter(torch.empty(base.out_features, rank, device=base.weight.device))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
+    def forward(self, x: Tensor) -> Tensor:
+        return MergedProduct.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
 
-    def merged_weight(self) -> torch.Tensor:
-        """Return W + scale * B A in float32, sharded like W. Collective over the mesh: gathers A."""
+    def merged_weight(self) -> Tensor:
+        """Return the weight of the forward pass, sharded like W. Collective over the mesh: gathers A."""
         weight = self.weight.detach()
-        a = self.lora_A.detach()
-        b = self.lora_B.detach()
+        # FSDP2 casts the adapters to the compute dtype, which is that of the frozen weight
+        a = self.lora_A.detach().to(weight.dtype)
+        b = self.lora_B.detach().to(weight.dtype)
         if not isinstance(weight, DTensor):
-            return torch.addmm(weight.float(), b, a, alpha=self.scale)
-        local = torch.addmm(weight.to_local().float(), b.to_local(), a.full_tensor(), alpha=self.scale)
+            return merged(weight, a, b, self.scale)
+        local = merged(weight.to_local(), a.full_tensor(), b.to_local(), self.scale)
         return DTensor.from_local(
             local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
@@ -83,12 +116,12 @@ def adapted(hf: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
     return ((name, module) for name, module in hf.named_modules() if isinstance(module, LoraLinear))
 
 
-def base_parameters(hf: nn.Module) -> dict[str, torch.Tensor]:
+def base_parameters(hf: nn.Module) -> dict[str, Tensor]:
     """Return the parameters without adapters, by their names in the text model."""
     return {name: p for name, p in hf.named_parameters() if not name.endswith((A, B))}
 
 
-def merged_parameters(hf: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_parameters(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield `base_parameters` with the adapters merged, one at a time. Collective."""
     modules = {f"{name}.weight": module for name, module in adapted(hf)}
     for name, parameter in base_parameters(hf).items():

@@ -51,7 +51,7 @@ def several_chunks_of_several_blocks(monkeypatch):
 
 
 def gradients(policy) -> dict[str, torch.Tensor]:
-    return {name: p.grad.full_tensor() for name, p in policy.hf.named_parameters()}
+    return {name: p.grad.full_tensor() for name, p in policy.hf.named_parameters() if p.requires_grad}
 
 
 # ------------------------------------------------------------------------------------------------- forward, backward
@@ -118,13 +118,16 @@ def test_layers_that_stay_gathered_for_the_backward_pass_give_the_same_gradients
 
 
 @pytest.mark.slow
-def test_compiled_layers_give_the_same_and_are_not_compiled_for_each_batch(tiny_model_dir, mesh, monkeypatch):
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_compiled_layers_give_the_same_and_are_not_compiled_for_each_batch(
+    tiny_model_dir, mesh, monkeypatch, lora_rank
+):
     """All but the last stage, code generation, which takes a minute here; benchmarks/update_mfu.py has that too."""
     from torch._dynamo.utils import counters
 
     compile_layer = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda m, **kw: compile_layer(m, **kw, backend="aot_eager"))
-    cfg = cfg_of(tiny_model_dir, recompute_every_n_layers=1)
+    cfg = cfg_of(tiny_model_dir, recompute_every_n_layers=1, lora_rank=lora_rank)
     policies = [load_policy(replace(cfg, compile=c), mesh, device=CPU) for c in ("none", "layers")]
     counters.clear()
     compiled = []
