@@ -130,6 +130,10 @@ class BranchingConfig:
     expansion_rounds: Annotated[int, AtLeast(1), EXPANDS] = 2
     """Retrospective: number of rounds of forks, of equal size. Each round waits until all trajectories of the round
     before have ended, and can use them."""
+    until_mixed: Annotated[bool, EXPANDS] = False
+    """Retrospective: score the finished trajectories before each round. A group with different rewards gets no further
+    trajectories, so only groups that teach nothing yet grow to rollout.group_size. The reward runs within the rollout,
+    which waits for it."""
     num_initial_rollouts: Annotated[int, BRANCHES, Needs("branching.dynamic_budget", False)] = 8
     """Independent trajectories per prompt before branching; at most group_size; equal = plain GRPO."""
     threshold: Annotated[float | None, Between(0, 1), WEIGHED] = None

@@ -16,7 +16,7 @@ forks only after all trajectories of the group have ended, once per round.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from arpo import branching as br
@@ -30,18 +30,28 @@ from arpo.protocol.calls import Call
 from arpo.protocol.contexts import ContextEvidence, next_context
 from arpo.protocol.stop_watch import StopWatch
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
-from arpo.trajectory import Prompt, StopReason, Trajectory
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
 
 class Rollout:
     """The unfinished trajectories. The methods are in the order of a trajectory's life."""
 
-    def __init__(self, engine: Engine, tools: ToolRunner, codec: Codec, cfg: RolloutConfig, branching: BranchingConfig):
+    def __init__(
+        self,
+        engine: Engine,
+        tools: ToolRunner,
+        codec: Codec,
+        cfg: RolloutConfig,
+        branching: BranchingConfig,
+        is_mixed: Callable[[Group], bool] | None = None,
+    ):
+        """is_mixed: scores finished trajectories, and says whether rewards differ. branching.until_mixed needs it."""
         self.engine = engine
         self.tools = tools
         self.codec = codec
         self.cfg = cfg
         self.branching = branching
+        self.is_mixed = is_mixed
         self.forks_afterwards = is_retrospective(branching.selector)
         self.num_entropy_tokens, self.num_top_logprobs = br.tokens_to_measure(branching)
         self.step: int | None = None
@@ -289,10 +299,15 @@ class Rollout:
     def fork_finished(self, group: GroupState) -> None:
         """Once all trajectories have ended, start the forks of a retrospective selector.
 
-        After the last round, or after one without a fork, new roots fill the group.
+        After the last round, or after one without a fork, new roots fill the group. Under branching.until_mixed the
+        group ends as it is once its rewards differ.
         """
         finished = retrospective.finished_so_far(group)
         if finished is None or len(group.trajectories) == group.size:
+            return
+        if self.branching.until_mixed and self.is_mixed(finished):
+            self.num_unfinished -= group.size - len(group.trajectories)
+            group.size = len(group.trajectories)
             return
         forks = retrospective.next_forks(group, finished, self.branching, self.tools.sessions.refusal)
         for fork in forks:

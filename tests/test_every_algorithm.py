@@ -51,6 +51,8 @@ ALGORITHMS = {
               "--advantage.tree", "node", "--loss.rollout_correction", "sequence_mis", *SEARCHES],
     "tree grpo": ["--branching.selector", "tree_grpo", "--branching.expansion_rounds", "1",
                   "--advantage.tree", "inter_intra", "--loss.rollout_correction", "geometric_tis", *SEARCHES],
+    "until mixed": ["--branching.selector", "top_h", "--branching.until_mixed", "True", *SEARCHES,
+                    "--branching.num_initial_rollouts", "2", "--reward.file", "@WORLD@/reward.py:compute_hit"],
     "parents": ["--advantage.tree", "node_parent", "--loss.rollout_correction", "sequence_tis",
                 "--loss.entropy_target", "9", "--run.save_every", "1", *SEARCHES],
     "no thoughts": ["--rollout.context", "strip_thoughts", "--rollout.max_trajectory_tokens", "2000", *SEARCHES,

@@ -6,12 +6,19 @@ from dataclasses import replace
 from zlib import crc32
 
 import pytest
+import torch
 from helpers.fakes import EchoTool, ScriptedEngine
-from helpers.scripted_rollout import ANSWER, CALL, SHORT, TOKENIZER, call_then_answer, play, prompt
+from helpers.scripted_rollout import ANSWER, CALL, CODEC, SHORT, TOKENIZER, call_then_answer, play, prompt
 
+from arpo.engine.team import Team
+from arpo.log import Console
 from arpo.options import BranchingConfig, RolloutConfig
+from arpo.ranks import Ranks
 from arpo.retrospective import EXPANSIONS, Fork, turn_starts
-from arpo.tools.base import ToolResult
+from arpo.sampling.sampler import Sampler
+from arpo.sampling.sources import OneRollout
+from arpo.selection import is_dead
+from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
 CFG = BranchingConfig(selector="at2po")
@@ -175,6 +182,47 @@ def test_a_later_round_sees_how_the_forks_of_the_one_before_went(monkeypatch):
     ]
     assert [t.trajectory_id for t in g.trajectories] == ["0", "1", *(f"1.{i}" for i in range(6)), "2", "3"]
     assert {d.num_children for d in decisions_of(g).values()} == {2}
+
+
+@pytest.mark.parametrize(
+    ("is_right", "size"),
+    [
+        (lambda trajectory_id: trajectory_id == "0", 2),  # one of two roots
+        (lambda trajectory_id: "." in trajectory_id, 4),  # the forks of the first round, one at each of two turns
+        (lambda trajectory_id: False, 8),  # nothing: the group grows to its size
+    ],
+)
+def test_until_mixed_a_group_grows_until_its_rewards_differ(is_right, size):
+    scored = Counter()
+
+    def score(groups: list[Group]) -> None:
+        for t in (t for g in groups for t in g.trajectories if t.reward is None):
+            t.reward = float(is_right(t.trajectory_id))
+            scored[t.trajectory_id] += 1
+
+    branching = BranchingConfig(selector="top_h", num_initial_rollouts=2, expansion_rounds=2, until_mixed=True)
+    runner = ToolRunner({"search": EchoTool("search", "found")})
+    sampler = Sampler(
+        engine=ScriptedEngine(TOKENIZER, call_then_answer),
+        tools=runner,
+        codec=CODEC,
+        team=Team(Ranks(0, 1, torch.device("cpu"), mesh=None)),
+        log=Console(is_main=False),
+        seed=0,
+        rollout=replace(SHORT, group_size=8),
+        branching=branching,
+        score=score,
+    )
+    source = OneRollout(sampler, [prompt("p0"), prompt("p1")], 1)
+    try:
+        sampler.run(source, "", 2)
+    finally:
+        runner.close()
+    groups = source.to_score
+    score(groups)
+    assert [len(g.trajectories) for g in groups] == [size, size] and source.num_finished == 16
+    assert max(scored.values()) == 2  # each trajectory is scored once, and there are two groups
+    assert [is_dead(g) for g in groups] == [size == 8] * 2
 
 
 def test_a_fork_at_the_first_turn_is_a_new_root(monkeypatch):

@@ -16,6 +16,7 @@ from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import Codec
 from arpo.rollout import Rollout
 from arpo.sampling.driver import Source, drive
+from arpo.selection import is_dead
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, Prompt
 
@@ -49,7 +50,16 @@ class Sampler:
     sleep: Callable[[float], None] = time.sleep
 
     def loop(self) -> Rollout:
-        return Rollout(self.engine, self.tools, self.codec, cfg=self.rollout, branching=self.branching)
+        return Rollout(
+            self.engine, self.tools, self.codec, cfg=self.rollout, branching=self.branching, is_mixed=self.is_mixed
+        )
+
+    def is_mixed(self, group: Group) -> bool:
+        """Score the trajectories, and return True if their rewards differ. Collective within the team."""
+        if self.team.is_first:
+            self.score([group])
+        is_mixed = self.team.is_first and len(group.trajectories) > 1 and not is_dead(group)
+        return self.team.broadcast_from_first(is_mixed)
 
     def run(self, source: Source, description: str, num_groups: int, *, is_part: bool = True) -> None:
         """Sample until the source is done, and show the progress. is_part: see `Console.progress`.

@@ -180,8 +180,10 @@ def forecast(rollout: RolloutConfig, cfg: BranchingConfig) -> str:
     roots = 1 if cfg.dynamic_budget else min(cfg.num_initial_rollouts, size)
     begins = f"{roots} root" + "s" * (roots > 1)
     if is_retrospective(cfg.selector):
-        afterwards = f"{cfg.selector} in {cfg.expansion_rounds} rounds"
-        return f"branching: {begins}, {size - roots} forks a prompt by {afterwards}, after up to {calls} calls"
+        until = " until its rewards differ" if cfg.until_mixed else ""
+        afterwards = f"{cfg.selector} in {cfg.expansion_rounds} rounds{until}"
+        at_most = "at most " if cfg.until_mixed else ""
+        return f"branching: {begins}, {at_most}{size - roots} forks a prompt by {afterwards}, after up to {calls} calls"
     most_roots = size if cfg.dynamic_budget else roots
     most_decisions = most_roots * calls + (size - most_roots) * max(calls - 1, 0)
     return (

@@ -60,7 +60,14 @@ EXTRAS = {
         "published_reproduced",
         "published_predicted",
     ),
-    "tree_training": ("token_ratio", "gradient_difference", "contexts_ratio", "contexts_token_ratio"),
+    "tree_training": (
+        "token_ratio",
+        "work_ratio",
+        "unsplit_work_ratio",
+        "gradient_difference",
+        "contexts_ratio",
+        "contexts_token_ratio",
+    ),
 }
 """Script -> further numbers of the last line for the column "more"."""
 TIMEOUT_S = 3600

@@ -35,10 +35,13 @@ WORLDS = {
     "silent": World("long_silent", settings_of="steps"),
 }
 POSITIONS = f"{ROOT / 'extras/ablation/positions.py'}:positions"
+ROOTS = f"{ROOT / 'extras/ablation/positions.py'}:roots"
 DR_GRPO = ["--advantage.dead_groups", "keep", "--advantage.normalize", "none"]
 """Dr. GRPO (arXiv 2503.20783): rewards minus the mean of the group, not divided by the standard deviation."""
 DECAY = ["--optim.schedule", "linear"]
 """A learning rate that falls to 0 at World.max_steps."""
+UNTIL_MIXED = ["--branching.until_mixed", "True", "--branching.expansion_rounds", "3"]
+"""A group gets no further trajectories once its rewards differ."""
 RULES: dict[str, list[str]] = {
     "grpo": ["--branching.selector", "none"],
     "top_h": ["--branching.selector", "top_h"],
@@ -57,10 +60,14 @@ RULES: dict[str, list[str]] = {
     "top_h_dr": ["--branching.selector", "top_h", *DR_GRPO],
     "grpo_decay": ["--branching.selector", "none", *DECAY],
     "top_h_decay": ["--branching.selector", "top_h", *DECAY],
+    "top_h_mixed": ["--branching.selector", "top_h", *UNTIL_MIXED],
+    "top_h_mixed_decay": ["--branching.selector", "top_h", *UNTIL_MIXED, *DECAY],
+    "roots_mixed": ["--branching.selector", ROOTS, *UNTIL_MIXED],
 }
 """Rule -> the flags of train_rl.py. Rules with "keep" in the name count groups with all rewards equal in the mean of
 the loss; the other rules leave these groups out. `positions` is the blind control: it forks as often at each turn as
-top_h, and ignores the entropies. It must run after top_h."""
+top_h, and ignores the entropies. It must run after top_h. `roots_mixed` is the control of `top_h_mixed`: its groups
+grow by new roots."""
 WITHOUT_ROOTS = ("grpo", "grpo_keep", "grpo_dr", "grpo_decay", "aepo")
 
 

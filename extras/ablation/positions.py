@@ -1,7 +1,8 @@
-"""A control that shows the value of the entropies: it forks at the positions of another selector, without reading H.
+"""Two controls. `positions` shows the value of the entropies: it forks at the positions of another selector, without
+reading H. `roots` shows the value of forks: it begins each new trajectory at the prompt.
 
-`--branching.selector extras/ablation/positions.py:positions`. The environment variable FORK_POSITIONS names a JSON
-file: turn -> number of forks of a run at this turn (written by `counted`).
+`--branching.selector extras/ablation/positions.py:positions`. For it the environment variable FORK_POSITIONS names a
+JSON file: turn -> number of forks of a run at this turn (written by `counted`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ def positions(group: Group, budget: int, cfg: BranchingConfig, rng: random.Rando
     # the smallest of exponential waiting times: a weighted draw without replacement
     waits = {(name, turn): rng.expovariate(share[turn] / num_candidates[turn]) for name, turn in turns}
     return [Fork(name, turn) for name, turn in sorted(turns, key=waits.get)[:budget]]
+
+
+def roots(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
+    """Return new roots."""
+    return [Fork(group.trajectories[0].trajectory_id, 0)] * budget if group.trajectories else []
 
 
 @cache

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from arpo.log.dumps import DumpWriter
 from arpo.options import BranchingConfig
+from arpo.retrospective import Fork
 from arpo.start.load import load_config
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 from extras.ablation import positions as control
@@ -152,6 +153,7 @@ def last_turn(group, budget, cfg, rng):
         ("signal", "### Limited by signal"),
         ("steps", "### Limited by steps"),
         ("unready", "### Where success is rare"),
+        ("silent", "### Silent"),
     ],
 )
 def test_the_tables_of_the_docs_are_those_of_the_results(world, heading):
@@ -214,6 +216,7 @@ def test_the_control_forks_at_the_given_positions_and_never_twice_at_the_same_tu
     assert set(drawn) == {1, 3} and abs(drawn[3] / drawn[1] - 3) < 0.4
     forks = control.positions(group, 9, cfg, rng)
     assert len(set(forks)) == len(forks) == 5 and all(fork.score is None for fork in forks)
+    assert control.roots(group, 3, cfg, rng) == [Fork("0", 0)] * 3  # turn 0: a new root
 
 
 def test_positions_are_counted_from_a_runs_dumps(tmp_path):
