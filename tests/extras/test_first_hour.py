@@ -1,6 +1,6 @@
 """The first GPU hour on a CPU: configs/gsm8k.yaml itself, with a pretrained model of 135M and other sizes.
 
-The model is too small for GSM8K. So 16 of its questions are learnt by heart: SFT shows each answer with a box and
+The model is too small for GSM8K. So 4 of its questions are learnt by heart: SFT shows each answer with a box and
 without, and RL, which rewards right boxes only, has to prefer them. This says that the files and the commands of the
 README work together and learn. It says nothing of Qwen3-0.6B, of a GPU, or of questions that the model has not seen.
 """
@@ -22,19 +22,20 @@ from extras.llm_demo.gsm8k import final_answer
 pytestmark = pytest.mark.slow
 GSM8K = ROOT.parent / "shared/data/gsm8k/train.jsonl"
 RECIPE = str(ROOT / "configs/gsm8k.yaml")
-NUM_QUESTIONS = 16
+NUM_QUESTIONS = 4
 NUM_STEPS = 20
 SFT = """
 model: {path: @DIR@/model}
 protocol: {format: hermes}
 data: {train: @DIR@/sft.jsonl, tools: [], system_prompt: default, num_conversations_per_step: 8, max_tokens: 256,
        max_tokens_per_microbatch: 2048}
-run: {dir: @DIR@/runs, name: sft, num_steps: 12, validate_every: 0, save_every: 0}
+run: {dir: @DIR@/runs, name: sft, num_steps: 10, validate_every: 0, save_every: 0}
 optim: {lr: 2.0e-4}
 """
 SIZES = "--engine.kv_cache_gib 0.5 --engine.max_num_seqs 32 --rollout.answer_reserve_tokens 8"
 SIZES += " --rollout.max_response_tokens 32"
-RL_SIZES = "--data.num_prompts_per_step 8 --data.max_prompt_tokens 448 --update.max_tokens_per_microbatch 2048"
+RL_SIZES = "--data.num_prompts_per_step 4 --data.max_prompt_tokens 448 --update.max_tokens_per_microbatch 2048"
+RL_SIZES += " --update.num_prompts_per_minibatch 2"
 RL_SIZES += " --optim.lr 5e-5"  # 1e-6 learns nothing in 20 steps
 
 
@@ -77,18 +78,19 @@ def test_training_and_the_evaluations_before_and_after_it(world):
     rows = {row["step"]: row for row in read_metrics(world / "runs/gsm8k")}
     assert [step for step, row in rows.items() if "valid/accuracy" in row] == [0, 10, 20]
     rewards = [rows[step]["reward/mean"] for step in range(1, NUM_STEPS + 1)]
-    # two steps are a pass over the questions; seen: from 0.08 to 0.24, and after a longer SFT from 0.10 to 0.39
-    assert mean(rewards[-10:]) > mean(rewards[:6]) + 0.05, rewards
+    # each step asks all questions; seen: from 0.19 in the first step to 0.8 in the fourth, and 0.98 in the last ten
+    assert mean(rewards[-10:]) > mean(rewards[:2]) + 0.1, rewards
+    assert rows[NUM_STEPS]["valid/accuracy"] >= rows[0]["valid/accuracy"]
     assert (world / "runs/gsm8k/best").exists()
 
     evaluate(world, "runs/sft/hf")
     evaluate(world, "runs/gsm8k/hf", "--run.name", "gsm8k-after")
     compare_runs([world / "runs/gsm8k-before", world / "runs/gsm8k-after"])
     [found] = json.loads((world / "runs/gsm8k-after/compare.json").read_text()).values()
-    # an evaluation gives what the validation of that step gave, to a question or two
+    # an evaluation gives what the validation of that step gave, to a question
     of_questions = found["benchmarks"]["questions"]
-    assert of_questions["reference"] == pytest.approx(rows[0]["valid/accuracy"], abs=0.15)
-    assert of_questions["run"] == pytest.approx(rows[NUM_STEPS]["valid/accuracy"], abs=0.15)
+    assert of_questions["reference"] == pytest.approx(rows[0]["valid/accuracy"], abs=0.3)
+    assert of_questions["run"] == pytest.approx(rows[NUM_STEPS]["valid/accuracy"], abs=0.3)
 
 
 def test_the_second_half_hour_offers_python(world):
