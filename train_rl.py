@@ -175,7 +175,10 @@ def main(cfg: RLConfig) -> None:
     log_plan(cfg, num_steps, log)
     sampler = make_sampler(cfg, engine, env, score=score, log=log)
     # the sketches of the gradients are there under update.measure_noise
-    noise = GradientNoise(cfg.advantage, cfg.update.num_prompts_per_minibatch, log) if models.policy.sketch else None
+    noise = None
+    if models.policy.sketch:
+        num_prompts = cfg.update.num_prompts_per_minibatch
+        noise = GradientNoise(cfg.advantage, num_prompts, log, sizes_vary=cfg.branching.until_mixed)
     rollouts = Rollouts(sampler, order, prompts, advantage=cfg.advantage, num_steps=num_steps, noise=noise)
     rollouts.resume(saver.progress, saver.rank_files, done_steps=done_steps)
     rollouts.validate_on(valid_prompts, log, run, done_steps=done_steps)

@@ -106,6 +106,11 @@ def test_each_algorithm_runs_and_all_its_numbers_are_finite(metrics_of, name):
     assert rows[1]["optim/grad_norm"] > 0 and rows[1]["mismatch/abs"] < 1e-4
 
 
+def test_until_mixed_groups_end_at_different_sizes(metrics_of):
+    sizes = [row["group/effective_size"] for row in metrics_of("until mixed")]
+    assert all(2 <= size <= 4 for size in sizes) and min(sizes) < 4
+
+
 @pytest.mark.parametrize("name", ["no thoughts", "notes"])
 def test_a_trajectory_of_several_contexts_is_trained_behind_what_it_was_sampled_behind(metrics_of, name):
     """`mismatch/abs`, of which the test above knows that it is small, is of all its tokens."""

@@ -99,13 +99,17 @@ class SketchedMinibatch(NamedTuple):
 class GradientNoise:
     """Watches the gradients of a run's updates."""
 
-    def __init__(self, advantage: AdvantageConfig, num_prompts: int, log: Console):
-        """num_prompts: number of prompts of an update. The advice goes to the log."""
+    def __init__(self, advantage: AdvantageConfig, num_prompts: int, log: Console, *, sizes_vary: bool = False):
+        """num_prompts: number of prompts of an update. The advice goes to the log.
+
+        sizes_vary: the rewards decide how large a group is (branching.until_mixed). Then half of a group says nothing.
+        """
         self.advantage = advantage
         self.num_prompts = num_prompts
         self.log = log
-        self.can_halve = advantage.kind == "grpo" and advantage.tree == "soft" and advantage.normalize != "batch"
-        """False if the advantages of half a group cannot be computed from its rewards alone."""
+        is_from_rewards = advantage.kind == "grpo" and advantage.tree == "soft" and advantage.normalize != "batch"
+        self.can_halve = is_from_rewards and not sizes_vary
+        """False if the advantages of half a group cannot be computed from its rewards alone, or if sizes vary."""
         self.full: list[np.ndarray] = []
         """Gradient (R,) of each prompt since the last unit."""
         self.halves: list[np.ndarray] = []

@@ -171,7 +171,10 @@ class Rollouts:
         ranks = self.sampler.team.ranks
         share = sampled[ranks.rank :: ranks.world_size]  # each rank counts its share once
         metrics = rollout_metrics(share, self.sources, take_counts(self.sampler.tools.tools), step)
-        values = self.signal.add(sampled) | self.worth.add(sampled) | add_groups(self.order, sampled)
+        values = self.signal.add(sampled) | add_groups(self.order, sampled)
+        # under until_mixed the rewards decide which groups have branches, so these cannot be compared with roots
+        if not self.sampler.branching.until_mixed:
+            values |= self.worth.add(sampled)
         verdict = self.health.judge(sampled, self.num_drawn_before)
         if verdict.may_train:
             groups = groups_to_train_on(sampled, self.num_prompts, self.advantage)

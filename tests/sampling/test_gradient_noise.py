@@ -65,10 +65,12 @@ def step_of_bandit(p: float, num_prompts: int, group_size: int, rng: np.random.G
     return SketchedMinibatch(groups, rows, sketches)
 
 
-def noise_of(p: float, num_prompts: int, group_size: int, num_steps: int) -> tuple[dict[str, float], list[str]]:
+def noise_of(
+    p: float, num_prompts: int, group_size: int, num_steps: int, **options
+) -> tuple[dict[str, float], list[str]]:
     """The metrics of a window of such steps, and what is said."""
     rng, log = np.random.default_rng(1), Lines()
-    noise = GradientNoise(AdvantageConfig(), num_prompts, log)
+    noise = GradientNoise(AdvantageConfig(), num_prompts, log, **options)
     values: dict[str, float] = {}
     for step in range(num_steps):
         minibatch = step_of_bandit(p, num_prompts, group_size, rng)
@@ -93,6 +95,11 @@ def test_share_and_the_steps_with_half_the_group_are_those_of_the_exact_gradient
     assert values["gradient/signal_share"] == pytest.approx(full, rel=0.15)
     assert values["gradient/half_group_steps"] == pytest.approx((full / half) ** 0.5, rel=0.1)
     assert values["gradient/half_group_steps_low"] < values["gradient/half_group_steps_high"]
+
+
+def test_half_of_a_group_says_nothing_if_the_rewards_decide_about_its_size():
+    values, said = noise_of(0.5, 64, 16, 10, sizes_vary=True)
+    assert values.keys() == {"gradient/signal_share", "gradient/noise_scale"} and not said
 
 
 def test_it_says_so_where_half_the_group_would_do_and_where_the_groups_are_all_alike():
