@@ -57,7 +57,7 @@ def first_commands(title: str) -> dict[str, list[str]]:
 def script_and_arguments(words: list[str]) -> tuple[str, list[str]] | None:
     """What a line runs: ["torchrun", ..., "train_rl.py", "a.yaml"] -> ("arpo-rl", ["a.yaml"]); None if nothing of ours.
 
-    A line with a placeholder for files is none: `--eval.files ...`, `RUN/config.yaml`. A command of a loop ends with ";".
+    A line with a placeholder for files is none: `--eval.files ...`, `RUN/config.yaml`. A loop has a ";" after it.
     """
     for place, word in enumerate(words):
         name = SCRIPTS.get(Path(word).name)
