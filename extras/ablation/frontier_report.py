@@ -12,7 +12,7 @@ from extras.ablation.frontier_runs import IN_A_ROW, TARGET, cost, tuning_cost
 from extras.ablation.frontier_settings import RULES, WORLDS, Setting
 from extras.ablation.results import draw_forest, estimate, estimate_share
 
-RIVALS = ("grpo", "grpo_keep", "grpo_dr")
+RIVALS = ("grpo", "grpo_keep", "grpo_dr", "grpo_decay")
 COSTS = {"calls": "tool calls", "tokens": "sampled tokens", "steps": "steps"}
 TOLERANCE = 0.1
 """Share of failed seeds by which two settings may differ and still count as equally safe: chance does as much."""
@@ -44,17 +44,20 @@ def rank_of(rule: str) -> tuple[int, str]:
 def strongest_rival(runs: Comparison) -> Setting | None:
     """Return GRPO's best setting on exactly these seeds: the one with the fewest calls of the safe ones.
 
-    Safe are the settings whose share of failed seeds is at most TOLERANCE above the smallest share.
+    Safe are the settings whose share of failed seeds is at most TOLERANCE above the smallest share. Calls are compared
+    seed by seed with those of the safe setting that ran on the most seeds, since seeds differ more than settings.
     """
-    failures = {}
-    calls = {}
-    for setting, of_setting in runs.items():
-        if setting.rule in RIVALS:
-            known = [number for line in of_setting.values() if (number := cost(line))]
-            failures[setting] = 1 - len(known) / len(of_setting)
-            calls[setting] = fmean(known) if known else math.inf
-    safe = [setting for setting in calls if failures[setting] <= min(failures.values()) + TOLERANCE]
-    return min(safe, key=calls.__getitem__, default=None)
+    rivals = {setting: of_setting for setting, of_setting in runs.items() if setting.rule in RIVALS}
+    failures = {
+        setting: sum(cost(line) is None for line in of_setting.values()) / len(of_setting)
+        for setting, of_setting in rivals.items()
+    }
+    safe = {setting: rivals[setting] for setting in rivals if failures[setting] <= min(failures.values()) + TOLERANCE}
+    if not safe:
+        return None
+    most_run = max(safe, key=lambda setting: len(safe[setting]))
+    calls = {setting: ratios(safe[setting], safe[most_run], "calls").get("mean", math.inf) for setting in safe}
+    return min(safe, key=(calls | {most_run: 1.0}).__getitem__)
 
 
 def ratios(ours: dict[int, dict], theirs: dict[int, dict], what: str) -> dict[str, float]:
