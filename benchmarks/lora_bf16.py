@@ -78,11 +78,11 @@ def config_flags(model: str, questions: Path, out: Path, arm: str, lr: float, nu
         "engine.dtype": "float32" if arm == "float32" else "bfloat16", "engine.kv_cache_gib": 0.5,
         "engine.max_num_seqs": 64,
         "rollout.group_size": 8, "rollout.max_response_tokens": 24, "rollout.answer_reserve_tokens": 8,
-        "rollout.max_result_tokens": 16, "branching.selector": "none", "tools.names": "python",
+        "branching.selector": "none", "tools.names": "",
         "reward.file": f"{Path(__file__).resolve()}:is_sum",
         "update.num_prompts_per_minibatch": 2, "update.max_tokens_per_microbatch": 2048, "optim.lr": lr,
     }  # fmt: skip
-    return [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+    return [str(part) for name, value in flags.items() for part in (f"--{name}", value) if part != ""]
 
 
 # ---- an arm: train_rl.main with another way into the engine
