@@ -34,8 +34,11 @@ class Scoring:
             function.try_on(prompt, self.codec)
 
     def on_group(self, group: Group, seconds: list[float]) -> None:
-        """Show a finished group to the user's functions that begin early. The rollout calls this."""
-        if not self.team.is_first:
+        """Show a finished group to the user's functions that begin early. The rollout calls this.
+
+        Under branching.until_mixed a group may be scored already; then there is nothing to begin.
+        """
+        if not self.team.is_first or all(t.reward is not None for t in group.trajectories):
             return
         for function in self.functions:
             if function.has_begin:

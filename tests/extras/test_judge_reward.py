@@ -263,6 +263,17 @@ def test_a_verdict_is_a_part_of_the_reward_and_asked_for_while_the_rollout_goes_
     assert values["reward/judge/seconds"] > 0
 
 
+def test_a_group_that_is_scored_already_does_not_begin_again(make_scoring, monkeypatch):
+    """Under branching.until_mixed the rollout scores a group before it is finished."""
+    scoring, scored, new = make_scoring("judge=1"), group("a", "4", "5"), group("b", "4", "5")
+    scoring([scored])
+    begun = []
+    monkeypatch.setattr(scoring.functions[0], "begin", begun.append)
+    for one in (scored, new):
+        scoring.on_group(one, [1.0, 1.0])
+    assert begun == [new]
+
+
 def test_a_judge_that_cannot_be_reached_is_one_line_before_the_run(make_scoring):
     scoring = make_scoring("judge=1", url="http://127.0.0.1:9", deadline_s=0.4)
     with pytest.raises(UserError, match=r"mine\.py: judge failed on .*judge\.url: judge: .*; start the judge"):
