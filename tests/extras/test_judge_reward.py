@@ -268,7 +268,7 @@ def test_a_group_that_is_scored_already_does_not_begin_again(make_scoring, monke
     scoring, scored, new = make_scoring("judge=1"), group("a", "4", "5"), group("b", "4", "5")
     scoring([scored])
     begun = []
-    monkeypatch.setattr(scoring.functions[0], "begin", begun.append)
+    monkeypatch.setattr(scoring.functions[0].function, "begin", begun.append)
     for one in (scored, new):
         scoring.on_group(one, [1.0, 1.0])
     assert begun == [new]
