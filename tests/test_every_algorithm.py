@@ -207,7 +207,7 @@ UNNOTICED = {
     "advantage.kind": ["advantage.dead_groups", "advantage.keep_variance", "advantage.max_resample", "critic.path",
                        "critic.warmup_steps"],
     "branching.selector": ["advantage.tree", "branching.dynamic_budget", "branching.max_branches_per_turn",
-                           "branching.num_initial_rollouts"],
+                           "branching.num_initial_rollouts", "branching.until_mixed"],
     "data.valid": ["data.num_valid_prompts"],
     "eval.benchmarks": ["eval.data_dir"],
     "eval.server": ["engine.async_scheduling", "engine.cuda_graphs", "engine.dtype", "engine.gpu_memory_utilization",

@@ -35,7 +35,7 @@ def searching_world(folder: Path, url: str) -> Path:
 
 COMMANDS = r"""
 arpo-rl() { "$PYTHON" -c "from extras.launch import train_rl; train_rl()" $RANKS "$CONFIG"; }
-sleep() { echo "slept $1"; }
+sleep() { echo "slept $1"; touch "$SLEPT"; }
 """
 
 
@@ -43,10 +43,16 @@ sleep() { echo "slept $1"; }
 def test_the_loop_of_the_docs_waits_for_a_service_and_ends_after_a_mistake(tmp_path, ranks):
     """The first start finds the service down, and the second one a key that is refused."""
     [loop] = re.findall(r"^while arpo-rl .*done$", (ROOT / "docs/scale.md").read_text(), re.MULTILINE)
-    with WebService([says("down", 503)] * 4 + [says("who are you?", 401)]) as service:
+    has_slept = tmp_path / "slept"
+    down_at_first, refuses_later = says("down", 503), says("who are you?", 401)
+
+    async def answer(request):
+        return await (refuses_later if has_slept.exists() else down_at_first)(request)
+
+    with WebService([answer]) as service:
         world = searching_world(tmp_path, service.url)
         env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "no_proxy": "127.0.0.1"}
-        env |= {"RANKS": ranks, "CONFIG": str(world / "config.yaml")}
+        env |= {"RANKS": ranks, "CONFIG": str(world / "config.yaml"), "SLEPT": str(has_slept)}
         done = subprocess.run(
             ["bash", "-c", COMMANDS + loop], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900
         )
