@@ -174,9 +174,8 @@ def main(cfg: RLConfig) -> None:
     log.line(f"{len(prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
     log_plan(cfg, num_steps, log)
     sampler = make_sampler(cfg, engine, env, score=score, log=log)
-    # the sketches of the gradients are there under update.measure_noise
     noise = None
-    if models.policy.sketch:
+    if cfg.update.measure_noise:
         num_prompts = cfg.update.num_prompts_per_minibatch
         noise = GradientNoise(cfg.advantage, num_prompts, log, sizes_vary=cfg.branching.until_mixed)
     rollouts = Rollouts(sampler, order, prompts, advantage=cfg.advantage, num_steps=num_steps, noise=noise)
@@ -205,20 +204,21 @@ def main(cfg: RLConfig) -> None:
             minibatches = drop_if_no_gradient(minibatches, loss_cfg, ranks)
 
         # ---- update: one optimizer step per mini-batch
-        # called before a gradient that is not finite ends the run
+        # update_models calls it if a gradient is not finite, before the error ends the run
         dump = partial(log.trajectories, step, batch.sampled, kind="nonfinite")
         with timers("update"):
             metrics.merge(
                 update_models(models, minibatches, step=step, loss_cfg=loss_cfg, cfg=cfg, ranks=ranks, dump=dump)
             )
 
-        # ---- the engine samples from the new policy
+        # ---- the engine, asleep since the rollout, gets the new policy
         with timers("sync"):
             engine.wake_up()
             engine.sync_weights(models.policy.hf_parameters())
 
         # ---- validate, log, save; in this order, so that no checkpoint is ahead of the log
-        values = batch.global_values | rollouts.after_update(step, timers)
+        # `values` are the same on every rank; `metrics` are this rank's, until they are reduced
+        values = batch.global_values | rollouts.validate_if_due(step, timers)
         metrics.merge(memory_metrics(ranks.device))
         values |= ranks.step_times(timers)
         values |= ranks.reduce_metrics(metrics).values()
@@ -242,6 +242,33 @@ def main(cfg: RLConfig) -> None:
         opened.close()
 
 
+def check_start(cfg: RLConfig, ranks: Ranks) -> None:
+    """Raise UserError if the ranks, the memory, the user's functions, or the critic and the reference do not fit."""
+    try_functions(cfg.branching, cfg.advantage, cfg.loss)
+    ranks.log_devices(attention_backend(cfg.model, ranks.device))
+    ranks.check_multiple(cfg.data.num_prompts_per_step, "data.num_prompts_per_step")
+    check_memory(job_of(cfg, num_shards=ranks.mesh.shape[-1]), ranks.device)
+    tokenizer = load_tokenizer(cfg.model.path)
+    for option, path in {"critic.path": cfg.critic.path, "loss.reference": cfg.loss.reference}.items():
+        if path:
+            check_companion(path, tokenizer, max_model_len=cfg.max_model_len, option=option)
+
+
+def job_of(cfg: RLConfig, num_shards: int) -> Job:
+    """Return the settings that decide the memory of a GPU. num_shards: ranks that share a copy of the model."""
+    has_reference = cfg.loss.kl_coefficient and not cfg.loss.offload_reference
+    return Job(
+        sizes_of(cfg.model.path),
+        cfg.model,
+        num_shards=num_shards,
+        engine=cfg.engine,
+        max_model_len=cfg.max_model_len,
+        critic=sizes_of(cfg.critic_model.path) if cfg.advantage.needs_critic else None,
+        reference=sizes_of(cfg.reference_model.path) if has_reference else None,
+        offload=cfg.optim.offload,
+    )
+
+
 @dataclass(frozen=True)
 class Models:
     """The models of a run, beside the engine's copy of the policy."""
@@ -254,76 +281,6 @@ class Models:
     """None unless the advantages need one (advantage.kind)."""
     reference: Policy | None
     """None unless the loss or the reward has a KL term (loss.kl_coefficient)."""
-
-
-def start_engine(cfg: RLConfig, policy: Policy, seed: int) -> Engine:
-    """Return vLLM with the policy's weights."""
-    engine = Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=seed, load_weights=False)
-    engine.sync_weights(policy.hf_parameters())
-    return engine
-
-
-def open_log(cfg: RLConfig, ranks: Ranks, done_steps: int) -> RunLog:
-    """Return the log of the run's folder; its rows after `done_steps` are dropped."""
-    return RunLog(
-        cfg.run.folder,
-        cfg,
-        is_main=ranks.is_main,
-        resume_step=done_steps,
-        charts=RL_CHARTS,
-        keep_dumps=cfg.run.keep_dumps,
-        trackers=cfg.run.trackers,
-    )
-
-
-def log_plan(cfg: RLConfig, num_steps: int, log: RunLog) -> None:
-    """Log the expected branching, warnings about the options, calls' cost, and why there will be no RUN/best."""
-    log.line(checks.forecast(cfg.rollout, cfg.branching))
-    for warning in checks.warnings_of(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss):
-        log.line(warning)
-    calls = expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step)
-    if calls:
-        log.line(calls)
-    missing = no_best(cfg.run, cfg.data.valid)
-    if missing:
-        log.line(missing)
-
-
-def make_sampler(cfg: RLConfig, engine: Engine, env: Environment, *, score: Scoring, log: RunLog) -> Sampler:
-    """Return all that the rollouts of the run share."""
-    return Sampler(
-        engine=engine,
-        tools=env.tools,
-        codec=env.codec,
-        team=score.team,
-        log=log,
-        seed=cfg.run.seed,
-        rollout=cfg.rollout,
-        branching=cfg.branching,
-        max_num_seqs=cfg.engine.max_num_seqs,
-        score=score,
-        on_group=score.on_group,
-    )
-
-
-def entropies_until(done_steps: int, cfg: RLConfig, ranks: Ranks) -> list[float]:
-    """Return the mean entropy of each finished step, from metrics.jsonl; [] without an entropy target. Collective."""
-    if cfg.loss.entropy_target is None:
-        return []
-    rows = ranks.from_rank_0(rows_until(cfg.run.folder / "metrics.jsonl", done_steps, names=["loss/entropy"]))
-    return [row["loss/entropy"] for _, row in sorted(rows.items())]
-
-
-def check_start(cfg: RLConfig, ranks: Ranks) -> None:
-    """Raise UserError if the ranks, the memory, the user's functions, or the critic and the reference do not fit."""
-    try_functions(cfg.branching, cfg.advantage, cfg.loss)
-    ranks.log_devices(attention_backend(cfg.model, ranks.device))
-    ranks.check_multiple(cfg.data.num_prompts_per_step, "data.num_prompts_per_step")
-    check_memory(job_of(cfg, num_shards=ranks.mesh.shape[-1]), ranks.device)
-    tokenizer = load_tokenizer(cfg.model.path)
-    for option, path in {"critic.path": cfg.critic.path, "loss.reference": cfg.loss.reference}.items():
-        if path:
-            check_companion(path, tokenizer, max_model_len=cfg.max_model_len, option=option)
 
 
 def load_models(cfg: RLConfig, ranks: Ranks, num_updates: int) -> Models:
@@ -358,6 +315,64 @@ def load_models(cfg: RLConfig, ranks: Ranks, num_updates: int) -> Models:
         )
         reference.requires_grad_(False)
     return Models(policy, optimizer, num_updates, critic=critic, reference=reference)
+
+
+def start_engine(cfg: RLConfig, policy: Policy, seed: int) -> Engine:
+    """Return vLLM with the policy's weights."""
+    engine = Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=seed, load_weights=False)
+    engine.sync_weights(policy.hf_parameters())
+    return engine
+
+
+def open_log(cfg: RLConfig, ranks: Ranks, done_steps: int) -> RunLog:
+    """Return the log of the run's folder; its rows after `done_steps` are dropped."""
+    return RunLog(
+        cfg.run.folder,
+        cfg,
+        is_main=ranks.is_main,
+        resume_step=done_steps,
+        charts=RL_CHARTS,
+        keep_dumps=cfg.run.keep_dumps,
+        trackers=cfg.run.trackers,
+    )
+
+
+def log_plan(cfg: RLConfig, num_steps: int, log: RunLog) -> None:
+    """Log the expected branching, warnings about the options, the calls' cost, and why RUN/best will be missing."""
+    log.line(checks.forecast(cfg.rollout, cfg.branching))
+    for warning in checks.warnings_of(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss):
+        log.line(warning)
+    calls = expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step)
+    if calls:
+        log.line(calls)
+    missing = no_best(cfg.run, cfg.data.valid)
+    if missing:
+        log.line(missing)
+
+
+def make_sampler(cfg: RLConfig, engine: Engine, env: Environment, *, score: Scoring, log: RunLog) -> Sampler:
+    """Return all that the rollouts of the run share."""
+    return Sampler(
+        engine=engine,
+        tools=env.tools,
+        codec=env.codec,
+        team=score.team,
+        log=log,
+        seed=cfg.run.seed,
+        rollout=cfg.rollout,
+        branching=cfg.branching,
+        max_num_seqs=cfg.engine.max_num_seqs,
+        score=score,
+        on_group=score.on_group,
+    )
+
+
+def entropies_until(done_steps: int, cfg: RLConfig, ranks: Ranks) -> list[float]:
+    """Return the mean entropy of each finished step, from metrics.jsonl; [] without an entropy target. Collective."""
+    if cfg.loss.entropy_target is None:
+        return []
+    rows = ranks.from_rank_0(rows_until(cfg.run.folder / "metrics.jsonl", done_steps, names=["loss/entropy"]))
+    return [row["loss/entropy"] for _, row in sorted(rows.items())]
 
 
 def fill_model_outputs(minibatches: list[Minibatch], models: Models, cfg: RLConfig, timers: Timers) -> Metrics:
@@ -398,7 +413,7 @@ def update_models(
     """
     metrics = Metrics()
     for index, minibatch in enumerate(minibatches * cfg.update.num_epochs):
-        # The schedule also counts mini-batches that were left out, so that it keeps to the steps.
+        # Counted from the step, not from the updates done: a step with fewer mini-batches must not delay the schedule.
         update_index = (step - 1) * cfg.num_updates_per_step + index
         name = f"step {step}, mini-batch {index + 1}"
         with reported_if_not_finite(name, minibatch.micros, cfg.run.folder, ranks, also=dump):
@@ -420,21 +435,6 @@ def update_models(
                 )
                 metrics.merge(update_metrics)
     return metrics
-
-
-def job_of(cfg: RLConfig, num_shards: int) -> Job:
-    """Return the settings that decide the memory of a GPU. num_shards: ranks that share a copy of the model."""
-    has_reference = cfg.loss.kl_coefficient and not cfg.loss.offload_reference
-    return Job(
-        sizes_of(cfg.model.path),
-        cfg.model,
-        num_shards=num_shards,
-        engine=cfg.engine,
-        max_model_len=cfg.max_model_len,
-        critic=sizes_of(cfg.critic_model.path) if cfg.advantage.needs_critic else None,
-        reference=sizes_of(cfg.reference_model.path) if has_reference else None,
-        offload=cfg.optim.offload,
-    )
 
 
 if __name__ == "__main__":

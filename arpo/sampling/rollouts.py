@@ -115,7 +115,7 @@ class Rollouts:
             if done_steps == 0:
                 self.validation.before_training()
 
-    def after_update(self, step: int, timers: Timers) -> dict[str, float]:
+    def validate_if_due(self, step: int, timers: Timers) -> dict[str, float]:
         """Validate if it is due, and return the scores. Collective."""
         if not self.validation:
             return {}

@@ -69,7 +69,7 @@ def steps(ranks, folder: Path, cfg: RolloutConfig, advantage: AdvantageConfig, t
         for step in range(1, 4):
             groups.append(plain(rollouts.next(step, Timers()).sampled))
             assert sampler.tools.num_pending == sampler.engine.num_running == 0
-            if values := rollouts.after_update(step, Timers()):
+            if values := rollouts.validate_if_due(step, Timers()):
                 log.scalars(step, values)
     finally:
         sampler.tools.close()
@@ -89,7 +89,7 @@ def test_a_run_ends_at_the_first_validation_that_is_good_enough(alone, tmp_path,
         rollouts.validate_on(PROMPTS[:5], log, run, done_steps=0)  # what is good from the start ends no run
         for step in range(1, 4):
             rollouts.next(step, Timers())
-            rollouts.after_update(step, Timers())
+            rollouts.validate_if_due(step, Timers())
             if rollouts.must_stop or step == 3:
                 break
         rollouts.raise_if_broken()
