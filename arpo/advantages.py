@@ -29,7 +29,7 @@ from arpo.trajectory import Group, Trajectory
 
 @dataclass(frozen=True)
 class GroupEvidence:
-    """Everything that a group estimator may look at: the N trajectories of a step without infrastructure errors."""
+    """Everything that a group estimator may look at: a step's N trajectories to train on, of all ranks."""
 
     rewards: Tensor
     """(N,) float64, each trajectory's reward minus its KL penalty (loss.kl_in=reward)."""
@@ -157,7 +157,8 @@ GROUP_ESTIMATORS: dict[str, Callable[[GroupEvidence, AdvantageConfig], Tensor]] 
 CRITIC_ESTIMATORS: dict[str, Callable[[CriticEvidence, AdvantageConfig], tuple[Tensor, Tensor]]] = {
     "gae": gae,
 }
-"""Each returns advantages (B, T), whitened afterwards, and returns (B, T), the critic's targets."""
+"""Each function gives (advantages, returns), (B, T) each. The advantages are whitened afterwards; the returns are the
+critic's targets."""
 
 
 def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
@@ -210,7 +211,7 @@ def hard(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
 
 
 def node(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
-    """A token gets the value of its turn, see `node_values` (AT2PO, arXiv 2601.04767: `child_mean`, `node_value`)."""
+    """A token gets the value of its turn, see `node_values` (AT2PO, arXiv 2601.04767: node_value, child_mean)."""
     paths, values = node_values(group, cfg)
     credits = {}
     for trajectory_id, path in paths.items():

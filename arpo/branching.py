@@ -131,7 +131,7 @@ def upstream_branch_probability(delta_entropy: float, *, weight: float, consecut
 
 
 def arpo(evidence: Evidence, cfg: BranchingConfig) -> float:
-    """P rises with the entropy: after the tool result the policy is less certain than after the question."""
+    """P is above `base` if the policy is less certain after the tool result than after the question."""
     return branch_probability(evidence.delta_entropy, base=cfg.base, weight=cfg.weight)
 
 
@@ -171,7 +171,7 @@ def decide(evidence: Evidence, cfg: BranchingConfig, rng: random.Random) -> tupl
 
 
 def neutral_probability(decision: BranchDecision, cfg: BranchingConfig) -> float:
-    """Return P(branch) of this decision if the entropy change were 0."""
+    """Return P(branch) of this decision if the entropy change were 0. A user's rule is taken to return `base` then."""
     if cfg.selector != "aepo":
         return cfg.base
     unchanged = Evidence((), (), entropy=0.0, root_entropy=0.0, consecutive=decision.consecutive)
@@ -208,7 +208,7 @@ class BranchBudget:
     max_children: int
     """Number of children of a claim."""
     last_turn: int
-    """The last turn at which a decision is possible (= tool calls allowed)."""
+    """The last turn at which a decision is possible."""
     next_decision: dict[Path, int] = field(default_factory=dict)
     """Trajectory that may still decide -> the turn of the next decision."""
     granted: dict[tuple[int, Path], int] = field(default_factory=dict)
@@ -265,11 +265,9 @@ class BranchBudget:
         return settled
 
     def _grant(self, claim: tuple[int, Path]) -> int | None:
-        """Return the number of children of a claim, 0 for a refused claim, None if the claim has to wait.
-
-        may_take: the most children that the decisions before the claim can take.
-        """
+        """Return the number of children of a claim, 0 for a refused claim, None if the claim has to wait."""
         left = self.budget_before(*claim)
+        # the most children that the open decisions and waiting claims before this claim can take
         may_take = sum(self._most_children((turn, path), claim) for path, turn in self.next_decision.items())
         may_take += sum(self._most_children(earlier, claim) for earlier in self.waiting)
         if left - may_take >= self.max_children:  # enough is left even if all earlier decisions branch

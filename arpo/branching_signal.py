@@ -59,8 +59,8 @@ def _decision_metrics(groups: Sequence[Group], cfg: BranchingConfig) -> dict[str
         values["branching/probability_std"] = statistics.pstdev(d.probability for d in taken)
         values["branching/delta_entropy_std"] = statistics.pstdev(d.entropy - d.root_entropy for d in taken)
     for outcome in ("branched", "declined"):
-        solved = [t.is_solved for t, d in decisions(groups) if t.is_judged and d.outcome == outcome]
-        solved = [float(is_solved) for is_solved in solved if is_solved is not None]
+        judged = [t for t, d in decisions(groups) if t.is_judged and d.outcome == outcome]
+        solved = [float(t.is_solved) for t in judged if t.is_solved is not None]
         if solved:
             values[f"branching/solved_where_{outcome}"] = statistics.fmean(solved)
     return values
@@ -112,7 +112,7 @@ def branch_points(groups: Sequence[Group]) -> Iterator[tuple[float, float]]:
 
 
 def decisions(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, BranchDecision]]:
-    """Yield (trajectory, decision) of all decisions by a rule, in order. Retrospective selectors have no P."""
+    """Yield (trajectory, decision) of all decisions with a P: not retrospective ones, and none that a tool refused."""
     for group in groups:
         for trajectory in group.trajectories:
             taken = (turn.decision for turn in trajectory.turns if turn.decision)

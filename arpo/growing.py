@@ -164,7 +164,7 @@ class Live:
         turn = self.trajectory.turns[-1]
         turn.entropy = entropy
         turn.token_entropies = list(entropies)
-        # the first turn of the tree is its own root
+        # The first turn of a tree is its own root. A retrospective fork begins without evidence too: no rule reads it.
         earlier = self.evidence or Evidence(entropies, entropies, entropy=entropy, root_entropy=entropy)
         self.evidence = replace(earlier, entropies=entropies, entropy=entropy, turn=self.turn_index)
 
@@ -182,7 +182,8 @@ class GroupState:
     decisions: dict[tuple[int, Path], Decision] = field(default_factory=dict)
     """(turn, path) -> decision."""
     wall_s: dict[Path, float] = field(default_factory=dict)
-    """Seconds of each finished trajectory, from the first token that is not inherited to the end."""
+    """Seconds of each finished trajectory, from the first token that is not inherited to the end. `is_finished`
+    counts these."""
     num_rounds: int = 0
     """Rounds of forks that a retrospective selector has chosen."""
 

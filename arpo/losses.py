@@ -259,12 +259,13 @@ def mean_over_sequence(values: Tensor, mask: Tensor) -> Tensor:
 def mean_over_turns(values: Tensor, mask: Tensor) -> Tensor:
     """Return the mean over the loss tokens of each token's turn, (B, T).
 
-    A turn is a run of loss tokens; a tool result (mask 0) ends it. Values at mask-0 tokens do not matter.
+    A turn is a run of loss tokens; a tool result (mask 0) ends it. So a note (rollout.context) and the turn after it
+    count as one turn. Values at mask-0 tokens do not matter.
     values [1, 3, 9, 5], mask [1, 1, 0, 1] -> [2, 2, 2, 5].
     """
     starts = mask.int().diff(dim=-1, prepend=mask.new_zeros(len(mask), 1).int()) > 0
     turn_ids = starts.cumsum(-1)  # (B, T) from 1; 0 before the first turn
-    # int() waits for the GPU, against the rule of update_policy: the number of turns is a shape here.
+    # int() makes the host wait for the GPU, which update_policy forbids. Here the number of turns is a shape.
     all_ids = torch.arange(int(turn_ids.max()) + 1, device=mask.device)  # (turns + 1,)
     is_in = (turn_ids[..., None] == all_ids) & mask[..., None]  # (B, T, turns + 1)
     # Not scatter_add: on a GPU its order of summation is not fixed, so a run could not be repeated.
@@ -276,7 +277,7 @@ def mean_over_turns(values: Tensor, mask: Tensor) -> Tensor:
 def aggregate(token_loss: Tensor, mask: Tensor, aggregation: str, denominator: float | None) -> Tensor:
     """Return the sum of token losses (B, T) by an entry of AGGREGATIONS, divided by `denominator`, as a scalar.
 
-    None = divided by the count of these rows, at least 1.
+    denominator: see `policy_loss`; None = the count of these rows, at least 1.
     """
     # torch.where, not a product: 0 * inf would be NaN, and the gradient of a masked token must be exactly 0.
     row_sums, _ = sums_and_counts(torch.where(mask.bool(), token_loss, 0.0), mask, aggregation)

@@ -78,7 +78,8 @@ class RolloutConfig:
 
     @property
     def max_turns(self) -> int:
-        """Largest number of turns: the first, and one after each call; unless context=append, also a note per call."""
+        """Largest number of turns without a refused call: the first, and one after each call. Unless context=append, a
+        note may follow each call too."""
         turns_per_call = 1 if self.context == "append" else 2
         return 1 + self.max_tool_calls * turns_per_call
 

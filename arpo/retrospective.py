@@ -95,21 +95,21 @@ def tree_grpo(group: Group, budget: int, cfg: BranchingConfig, rng: random.Rando
     """Choose at random, with replacement, among all turns after a tool result and the root of each tree.
 
     This is Tree-GRPO (arXiv 2509.21240), and the control that shows how much a choice is worth. A fork at a root begins
-    a tree of its own, so the credit `inter_intra` compares it with no other tail. The paper leaves that open, and its
-    code was not at hand.
+    a tree of its own: the credit `inter_intra` does not compare it with the tree of that root. The paper leaves this
+    open, and its code was not at hand.
     """
     candidates = [
         Fork(t.trajectory_id, turn)
         for t in group.trajectories
         for turn in range(len(t.turns))
-        # a shared place counts once, for the trajectory that sampled the turn before it
+        # A shared place counts once, for the trajectory that sampled the turn before it. Turn 0 counts for roots only.
         if not t.turns[max(turn - 1, 0)].inherited
     ]
     return rng.choices(candidates, k=budget) if candidates else []
 
 
 def at2po(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
-    """Choose the turns of which the policy was least sure: mean(-log pi) - 0.05 * max(0, siblings - 1) (AT2PO).
+    """Choose the turns of which the policy was least sure: mean(-log pi) - 0.05 * (siblings - 1) (AT2PO).
 
     `siblings` counts the turns that begin where this one does, itself included.
     """
@@ -146,9 +146,10 @@ forks are ignored. If the group is not full after the last round, fresh roots fi
 
 
 def finished_so_far(group: GroupState) -> Group | None:
-    """Return the trajectories started so far, or None while any trajectory is still growing.
+    """Return the group as far as it goes, or None while any trajectory is still growing.
 
-    Trajectories with an infrastructure error are left out, and so are their branches.
+    Trajectories with an infrastructure error are left out. So are their branches: the turns that they share were
+    sampled by a trajectory that is missing then.
     """
     ordered = sorted(group.trajectories.items())
     if any(t.stop_reason is None for _, t in ordered):
@@ -220,7 +221,7 @@ def paths_of(group: GroupState, fork: Fork) -> tuple[Path, Path]:
 
 def _path_of_writer(group: GroupState, trajectory_id: str, turn: int) -> Path:
     """Return the path of the trajectory that sampled this turn of `trajectory_id`: itself, or an ancestor."""
-    path = tuple(map(int, trajectory_id.split(".")))
+    path = tuple(map(int, trajectory_id.split(".")))  # "0.1" -> (0, 1)
     while group.trajectories[path].turns[turn].inherited:
         path = path[:-1]
     return path

@@ -55,7 +55,7 @@ class Rollout:
         self.forks_afterwards = is_retrospective(branching.selector)
         self.num_entropy_tokens, self.num_top_logprobs = br.tokens_to_measure(branching)
         self.step: int | None = None
-        """Training step whose policy samples now; None without carry-over."""
+        """Training step whose policy samples now, set by `CarryOver`; None without carry-over."""
         self.decoding: dict[str, Live] = {}
         """Request -> its trajectory, for all that the engine decodes."""
         self.calling: dict[str, tuple[Live, int]] = {}
@@ -98,11 +98,12 @@ class Rollout:
         live.begin_turn(is_note=is_note)
         self.decoding[live.key] = live
         if live.group.budget.next_decision.get(live.path) == live.turn_index:
-            self.tools.sessions.mark(live.owner, live.turn_index)  # a child may begin here
+            # a child may begin here, so tools with a state keep a copy
+            self.tools.sessions.mark(live.owner, live.turn_index)
         self.submit(live)
 
     def submit(self, live: Live) -> None:
-        """Let the engine sample the current turn, or after a cut the rest of the turn."""
+        """Let the engine sample the current turn, or the rest of it if the end of a step has cut it (carry-over)."""
         group = live.group
         turn = live.trajectory.turns[-1]
         sampled = live.trajectory.token_ids[turn.start :]
@@ -172,7 +173,7 @@ class Rollout:
             self.next_turn(live)  # which ends the trajectory after an answer
         elif not calls:
             self.end(live, StopReason.LENGTH)
-        # Refused calls are in the list too. More than the limit: the model was told to answer, and called again.
+        # These are the calls of earlier turns. One was refused over the limit: the model was told to answer.
         elif len(trajectory.tool_calls) > self.cfg.max_tool_calls:
             self.end(live, StopReason.TOOL_LIMIT)
         else:
@@ -272,10 +273,14 @@ class Rollout:
         self.grow(group)
 
     def grow(self, group: GroupState) -> None:
-        """Start the children allowed by the budget now. Once nothing can branch any more, start the missing roots."""
+        """Start the children allowed by the budget now.
+
+        Once no tool result can branch any more, start the forks of a retrospective selector, or the missing roots.
+        """
         for turn, parent, children in group.budget.settle():
             evidence = group.decisions[turn, parent].evidence
             for child in children:
+                # the decision to branch counts for the child as for the parent (GroupState.decide)
                 child_evidence = replace(evidence, consecutive=evidence.consecutive + 1)
                 self.fork(group, parent, turn=turn, path=child, evidence=child_evidence)
         if group.budget.is_settled and self.forks_afterwards:
@@ -288,7 +293,10 @@ class Rollout:
     def fork(
         self, group: GroupState, parent_path: br.Path, *, turn: int, path: br.Path, evidence: br.Evidence | None = None
     ) -> None:
-        """Start a child that shares everything up to the tool result before `turn`. The parent goes on undisturbed."""
+        """Start a child that shares everything up to the tool result before `turn`. The parent goes on undisturbed.
+
+        evidence: the child's before its first measured turn; None under a retrospective selector, which reads none.
+        """
         parent = group.trajectories[parent_path]
         child = parent.branch(_name(path), turn)
         group.trajectories[path] = child

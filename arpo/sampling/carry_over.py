@@ -62,7 +62,7 @@ class CarryOver(Source):
 
     def __init__(self, sampler: Sampler, num_prompts: int):
         """num_prompts: number of groups in the update of a step, over all ranks."""
-        super().__init__(sampler.loop(), (), "")
+        super().__init__(sampler.new_rollout(), (), "")
         self.sampler = sampler
         self.team = sampler.team
         self.cfg = sampler.rollout

@@ -23,7 +23,7 @@ from arpo.trajectory import Group, Prompt
 POLL_S = 0.05
 """Least number of seconds between two polls of the store."""
 POLL_S_PER_TEAM = 2e-4
-"""Seconds between two polls, for each team. With many teams the store then gets 10,000 requests a second at most."""
+"""Seconds between two polls, for each team. A poll is two requests, so many teams send at most 10,000 a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Sampler:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
-    def loop(self) -> Rollout:
+    def new_rollout(self) -> Rollout:
         return Rollout(
             self.engine, self.tools, self.codec, cfg=self.rollout, branching=self.branching, is_mixed=self.is_mixed
         )
@@ -58,6 +58,7 @@ class Sampler:
         """Score the trajectories, and return True if their rewards differ. Collective within the team."""
         if self.team.is_first:
             self.score([group])
+        # a single trajectory is not dead, but cannot be mixed either
         is_mixed = self.team.is_first and len(group.trajectories) > 1 and not is_dead(group)
         return self.team.broadcast_from_first(is_mixed)
 
@@ -115,6 +116,7 @@ def rollout(
     seed: int | str,
 ) -> list[Group]:
     """Sample `cfg.group_size` trajectories per prompt on this rank, in the order of prompts and paths."""
+    # 0: in a run, the number of the rollout stands after the seed
     source = Source(Rollout(engine, tools, codec, cfg=cfg, branching=branching), prompts, f"{seed}|0")
     drive(source)
     return [source.groups[index] for index in sorted(source.groups)]

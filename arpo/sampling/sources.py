@@ -47,7 +47,7 @@ class OneRollout(Source):
         max_at_once: int = 0,
     ):
         """name: name of the rollout within the run. `label` and `name` make the keys in the store unique."""
-        super().__init__(sampler.loop(), prompts, f"{sampler.seed}|{name}")
+        super().__init__(sampler.new_rollout(), prompts, f"{sampler.seed}|{name}")
         self.sampler = sampler
         self.team = sampler.team
         self.store = self.team.ranks.store or dist.HashStore()
