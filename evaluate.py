@@ -65,7 +65,7 @@ class EvalConfig:
                 is_own(self.eval.server),
                 f"eval.server={self.eval.server} must be FILE.py:NAME=ADDRESS (docs/evaluation.md)",
             )
-            definition_of("eval.server", class_name)
+            definition_of("eval.server", class_name)  # raises UserError if FILE.py does not define NAME
         raise_all(
             *check_result_room(self.tools.search, self.rollout),
             *check_context(self.rollout, self.max_model_len),
@@ -133,6 +133,7 @@ def main(cfg: EvalConfig) -> None:
     del records
     ranks.barrier()  # no rank may write a record before all ranks have read the old ones
     is_finished = not any(questions.prompts for questions in sets_to_ask)
+    # A muted set asks again the questions of another set, so it is not reported.
     if ranks.is_main and not is_finished:
         record_session(folder, {s.name: s.num_overlong for s in sets if not s.is_muted})
     for name in absent:
@@ -172,7 +173,7 @@ def main(cfg: EvalConfig) -> None:
         source = OneRollout(
             sampler,
             questions.prompts,
-            0,
+            name=0,  # also seeds the samples: the same in each set
             label=questions.name,
             max_at_once=2 * cfg.engine.max_num_seqs,  # a full batch, and as many trajectories that wait for tools
         )
@@ -189,7 +190,7 @@ def main(cfg: EvalConfig) -> None:
 
 
 def served_model(cfg: EvalConfig) -> str:
-    """Return the server's name of its model. Raises UserError if the server does not answer, or lacks the model."""
+    """Return the name of the server's model. Raises UserError if the server does not answer, or has no such model."""
     server_class, address = find_server(cfg.eval.server)
     return server_class.served(address, cfg.eval.server_model, cfg.max_model_len)
 

@@ -104,7 +104,7 @@ from functools import partial
 from torch.optim import Optimizer
 
 from arpo.checkpoint import Saver
-from arpo.checkpoint.best import no_best
+from arpo.checkpoint.best import why_no_best
 from arpo.data.order import make_order
 from arpo.engine import Engine
 from arpo.engine.team import form_team
@@ -345,9 +345,9 @@ def log_plan(cfg: RLConfig, num_steps: int, log: RunLog) -> None:
     calls = expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step)
     if calls:
         log.line(calls)
-    missing = no_best(cfg.run, cfg.data.valid)
-    if missing:
-        log.line(missing)
+    warning = why_no_best(cfg.run, cfg.data.valid)
+    if warning:
+        log.line(warning)
 
 
 def make_sampler(cfg: RLConfig, engine: Engine, env: Environment, *, score: Scoring, log: RunLog) -> Sampler:

@@ -49,7 +49,7 @@ import torch
 
 from arpo.batch import MicroBatch, Row, microbatches
 from arpo.checkpoint import Saver
-from arpo.checkpoint.best import no_best
+from arpo.checkpoint.best import why_no_best
 from arpo.data import PromptOrder
 from arpo.data.hub import local_file
 from arpo.log import RunLog
@@ -75,13 +75,13 @@ def main(cfg: SFTConfig) -> None:
     max_tokens = cfg.data.max_tokens_per_microbatch
     max_norm = cfg.optim.max_grad_norm
     ranks = init_ranks(run.peer_timeout_minutes, run.silence_timeout_s, model.shard_size, model.context_parallel)
-    ranks.log_devices(attention_backend(cfg.model, ranks.device))
+    ranks.log_devices(attention_backend(model, ranks.device))
 
     # ---- check all inputs before the model is loaded
     job = Job(sizes_of(model.path), model, num_shards=ranks.mesh.shape[-1], offload=cfg.optim.offload)
     check_memory(job, ranks.device)
     tokenizer = load_tokenizer(model.path)
-    codec = make_codec(tokenizer, cfg.protocol, cfg.data.tools, enable_thinking=cfg.model.enable_thinking)
+    codec = make_codec(tokenizer, cfg.protocol, cfg.data.tools, enable_thinking=model.enable_thinking)
     saver = Saver(run, ranks, source=model.path)
     tokens = run.folder / "tokens"
     train_rows = tokenise(local_file(cfg.data.train), cfg.data, codec, folder=tokens / "train", ranks=ranks)
@@ -95,7 +95,7 @@ def main(cfg: SFTConfig) -> None:
 
     # ---- policy and optimizer
     seed_everything(run.seed + ranks.rank)
-    policy = load_policy(cfg.model, ranks.mesh, device=ranks.device, max_model_len=cfg.data.max_tokens, seed=run.seed)
+    policy = load_policy(model, ranks.mesh, device=ranks.device, max_model_len=cfg.data.max_tokens, seed=run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
     done_steps = saver.resume(policy, optimizer)
     log = RunLog(
@@ -105,9 +105,9 @@ def main(cfg: SFTConfig) -> None:
         f"{len(train_rows)} training and {len(valid_rows)} validation conversations, {num_steps} steps, "
         f"{ranks.world_size} ranks, from step {done_steps}"
     )
-    missing = no_best(run, cfg.data.valid)
-    if missing:
-        log.line(missing)
+    warning = why_no_best(run, cfg.data.valid)
+    if warning:
+        log.line(warning)
     validates = bool(valid_rows and run.validate_every)
     if done_steps == 0:
         start = {
@@ -133,7 +133,8 @@ def main(cfg: SFTConfig) -> None:
 
         # ---- one optimizer step on the mean over all loss tokens of all ranks
         with timers("update"):
-            metrics.mean("optim/lr", set_learning_rate(optimizer, step - 1, num_steps, cfg.optim))
+            lr = set_learning_rate(optimizer, step - 1, num_steps, cfg.optim)
+            metrics.mean("optim/lr", lr)
             with reported_if_not_finite(f"step {step}", micros, run.folder, ranks):
                 update = update_policy(
                     policy, optimizer, micros, num_loss_tokens=num_loss_tokens, max_grad_norm=max_norm, ranks=ranks

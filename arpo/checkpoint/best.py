@@ -24,8 +24,8 @@ NLL = "valid/nll"
 NAMES = (ACCURACY, f"{ACCURACY}_low", f"{ACCURACY}_high", REWARD, NLL)
 
 
-def no_best(run: RunConfig, valid: str) -> str:
-    """Return the line that says at the start why RUN/best will never be there; "" where it will, or is not wanted.
+def why_no_best(run: RunConfig, valid: str) -> str:
+    """Return a line for the log that says why RUN/best will not be written; "" if it will, or if keep_best is off.
 
     valid: data.valid.
     """

@@ -63,9 +63,10 @@ class Sampler:
         return self.team.broadcast_from_first(is_mixed)
 
     def run(self, source: Source, description: str, num_groups: int, *, is_part: bool = True) -> None:
-        """Sample until the source is done, and show the progress. is_part: see `Console.progress`.
+        """Sample until the source is done, and show the progress.
 
-        num_groups: number of groups that the source is expected to finish.
+        num_groups: number of groups that the source is expected to finish. is_part: False for a rollout outside of a
+        training step (`Console.progress`).
         """
         total = num_groups * self.rollout.group_size
         with self.log.progress(total, description, is_part=is_part) as progress:

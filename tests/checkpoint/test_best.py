@@ -12,7 +12,7 @@ from helpers.ranks import run_ranks, start_ranks
 from helpers.records import logged
 from helpers.saving import begin, change
 
-from arpo.checkpoint.best import keep_best, no_best
+from arpo.checkpoint.best import keep_best, why_no_best
 from arpo.config.sections import RunConfig
 
 
@@ -179,7 +179,7 @@ def test_a_kill_in_the_choice_is_made_good_by_the_next_start(tiny_model_dir, tmp
 )
 def test_a_run_that_will_have_no_best_model_says_so_at_the_start(changes, valid, reasons):
     """Others found out at the end: ashleve/lightning-hydra-template#390, i-machine-think/machine#72."""
-    said = no_best(RunConfig(name="mine", **changes), valid)
+    said = why_no_best(RunConfig(name="mine", **changes), valid)
     expected = f"there will be no runs/mine/best ({reasons}): docs/data.md#hold-some-rows-out"
     assert said == (expected if reasons else "")
     assert "\n## Hold some rows out\n" in (ROOT / "docs" / "data.md").read_text()
