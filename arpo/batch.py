@@ -70,6 +70,8 @@ class Row:
 class RowPaths:
     """The tokens of a micro-batch that each row attends to.
 
+    A row is here one sequence (`Row.sequences`): a trajectory with several contexts has several.
+
     Not a dataclass: FSDP2 copies dataclasses before each layer, so the layers of a forward pass could not share masks.
     """
 
@@ -111,7 +113,7 @@ class RowPaths:
         return without_masks
 
     def padded(self, num_tokens: int) -> RowPaths:
-        """Return a copy with `num_tokens` more rows of one token each at the end."""
+        """Return a copy with `num_tokens` more rows of one token each at the end (padding of context parallelism)."""
         ones = (1,) * num_tokens
         keys = self.keys
         if keys is not None:

@@ -22,12 +22,16 @@ from enum import StrEnum
 
 
 class StopReason(StrEnum):
-    """Why a trajectory ended. Only with EOS did the policy itself decide to stop; ERROR is an infrastructure error."""
+    """Why a trajectory ended."""
 
     EOS = "eos"
+    """The policy itself decided to stop."""
     LENGTH = "length"
+    """No room was left for the turn, or for an answer after a tool result."""
     TOOL_LIMIT = "tool_limit"
+    """The policy read that the limit of tool calls is reached, and called again."""
     ERROR = "error"
+    """An infrastructure error."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +183,15 @@ class Trajectory:
 
     @property
     def is_judged(self) -> bool:
-        """True if there is a reward, and no infrastructure error cut the response off."""
+        """True if there is a reward, and no infrastructure error cut the response off. False before scoring."""
         return self.reward is not None and self.stop_reason != StopReason.ERROR
 
     @property
     def is_left_out(self) -> bool:
-        """True if not to be trained on: after an infrastructure error, or if a term of the reward has no value."""
+        """True if not to be trained on: after an infrastructure error, or if a term of the reward has no value.
+
+        False before scoring, unless there was an infrastructure error.
+        """
         return self.stop_reason == StopReason.ERROR or (self.reward is None and self.reward_reason != "")
 
     @property
@@ -293,5 +300,8 @@ class Group:
     """Rank that sampled the group; if ranks share an engine, the first rank of the team."""
 
     def for_custom_code(self, **overrides: float) -> Group:
-        """Return a copy for a custom function, see `Trajectory.for_custom_code`. Every trajectory gets `overrides`."""
+        """Return a copy for a custom function, see `Trajectory.for_custom_code`.
+
+        overrides: values of fields to set in every trajectory, like reward=nan.
+        """
         return replace(self, trajectories=[replace(t.for_custom_code(), **overrides) for t in self.trajectories])

@@ -90,10 +90,10 @@ def plan(rows: list[Row], world_size: int, max_tokens: int) -> list[list[list[in
             shared[position] = lengths[position - 1] + lengths[position] - both
 
     # ---- a plan for each size: (work of the busiest rank, pieces, work of each piece, pieces of each rank)
-    per_rank = (sum(lengths) - sum(shared)) / world_size
+    num_tokens_per_rank = (sum(lengths) - sum(shared)) / world_size
     limits = {max_tokens}
     if world_size > 1:
-        limits |= {min(max_tokens, int(per_rank / k) + 1) for k in range(1, 9)}
+        limits |= {min(max_tokens, int(num_tokens_per_rank / k) + 1) for k in range(1, 9)}  # about k pieces per rank
     plans = []
     for limit in sorted(limits, reverse=True):
         pieces = cut(lengths, shared, limit)

@@ -111,6 +111,7 @@ def use_as_old_logprobs(micro: MicroBatch, logprobs: torch.Tensor, entropies: to
     if num_tokens:
         difference = micro.at_loss_tokens(micro.old_logprobs - micro.rollout_logprobs)
         metrics.mean("mismatch/abs", difference.abs().mean(), num_tokens)
+        # k3 estimates KL(vLLM || trainer), since the tokens were sampled by vLLM.
         metrics.mean("mismatch/kl", (torch.expm1(difference) - difference).mean(), num_tokens)
     if cfg.rollout_correction != "none":
         micro.rollout_weights, weight_metrics = rollout_weights(
@@ -133,7 +134,7 @@ def fill_advantages(
     metrics = Metrics()
     if loss_cfg.kl_coefficient and loss_cfg.kl_in == "reward":
         for minibatch in minibatches:
-            metrics.merge(penalize(minibatch, loss_cfg, ranks))
+            metrics.merge(fill_kl_penalties(minibatch, loss_cfg, ranks))
     if cfg.needs_critic:
         for minibatch in minibatches:
             fill_from_critic(minibatch, cfg, loss_cfg, ranks)
@@ -160,7 +161,7 @@ def drop_if_no_gradient(minibatches: list[Minibatch], loss_cfg: LossConfig, rank
     return minibatches if num_ranks_with_gradient else []
 
 
-def penalize(minibatch: Minibatch, loss_cfg: LossConfig, ranks: Ranks) -> Metrics:
+def fill_kl_penalties(minibatch: Minibatch, loss_cfg: LossConfig, ranks: Ranks) -> Metrics:
     """Fill `trajectory.kl_penalty` on all ranks: coefficient * KL to the reference, summed over the loss tokens."""
     row_ids = [row_id for micro in minibatch.micros for row_id in micro.row_ids]
     # An empty micro-batch has a row, but no row id: cut it off.
@@ -195,7 +196,7 @@ def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss_cfg: LossC
         evidence = CriticEvidence(rewards, micro.old_values, micro.loss_mask)
         micro.advantages, micro.returns = CRITIC_ESTIMATORS[cfg.kind](evidence, cfg)
     mean, std = global_statistics([micro.at_loss_tokens(micro.advantages) for micro in minibatch.micros], ranks)
-    # * loss_mask: minus the mean would leave values at tokens without a loss
+    # * loss_mask: without it, tokens without a loss would get -mean / std
     for micro in minibatch.micros:
         micro.advantages = (micro.advantages - mean) / (std + 1e-8) * micro.loss_mask
 
