@@ -21,7 +21,7 @@ class Outage(UserError):
 
 
 class PrintableRecord(logging.LogRecord):
-    """A log record with control characters written out. Records of libraries have this class too."""
+    """A log record with control characters written out. Set for the whole process, libraries included."""
 
     def getMessage(self) -> str:
         return printable(super().getMessage())

@@ -71,7 +71,8 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
     elif t.is_left_out and t.stop_reason != StopReason.ERROR:
         m.sum(f"reward_reason/{t.reward_reason}", 1)
     m.mean("response/tokens", len(t.token_ids))
-    m.sum("response/new_contexts", len(t.contexts), float(bool(t.contexts)))
+    if t.contexts:
+        m.sum("response/new_contexts", len(t.contexts))
     m.mean("response/sampled_tokens", t.num_sampled_tokens)
     for reason in StopReason:
         m.mean(f"response/stop_{reason}", float(t.stop_reason == reason))
@@ -134,7 +135,7 @@ def tokens_by_step(t: Trajectory, start: int = 0) -> list[tuple[int, int]]:
 
 
 def staleness(groups: Sequence[Group], step: int) -> Metrics:
-    """Return how many steps older than training step `step` the policies were that sampled the tokens of these groups.
+    """Return the metrics of the tokens' staleness: `step` minus the training step of the policy that sampled the token.
 
     Each token counts once, for the trajectory that sampled it. Empty without carry-over.
     """

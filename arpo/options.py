@@ -15,8 +15,9 @@ from arpo.config.facts import ALWAYS_MATTERS, MAY_CHANGE, OF_TRAINING, AtLeast, 
 from arpo.config.named import check_name, is_own, names_of, parameters_of, takes
 from arpo.errors import UserError, require
 
-RENEWS = Needs("rollout.context", not_in=("append",), use="summary")
-CONDENSES = Needs("rollout.context", not_in=("append", "strip_thoughts"), use="summary")
+# A need is a setting without which an option has no effect. Its `use` is what the error message proposes.
+NEW_CONTEXTS = Needs("rollout.context", not_in=("append",), use="summary")
+NOTES = Needs("rollout.context", not_in=("append", "strip_thoughts"), use="summary")
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class RolloutConfig:
     without the thoughts of earlier turns; summary = beyond context_tokens it is asked for notes, and continues from the
     question and these notes; or custom, FILE.py:NAME. Each context may have max_response_tokens after the prompt. The
     response may be longer; it is trained on and rewarded as one."""
-    context_tokens: Annotated[int, AtLeast(0), CONDENSES] = 2048
+    context_tokens: Annotated[int, AtLeast(0), NOTES] = 2048
     """summary: number of tokens after the prompt. Beyond it, the next tool result ends with the request for notes."""
-    note_tokens: Annotated[int, AtLeast(1), CONDENSES] = 192
+    note_tokens: Annotated[int, AtLeast(1), NOTES] = 192
     """summary: most sampled tokens of a note. The request and the note must fit into answer_reserve_tokens."""
-    max_trajectory_tokens: Annotated[int, AtLeast(1), RENEWS] = 16384
+    max_trajectory_tokens: Annotated[int, AtLeast(1), NEW_CONTEXTS] = 16384
     """Tokens of all contexts of a trajectory together, including their prompts: the length of one row in training."""
     temperature: Annotated[float, AtLeast(0)] = 1.0
     """Sampling temperature; 0 = greedy."""
@@ -93,7 +94,7 @@ PER_NAT = 1.676
 RELEASED_WEIGHT = round(0.2 * PER_NAT, 4)  # 0.3352 per nat
 RELEASED_BUDGET_WEIGHT = round(0.5 * PER_NAT, 3)  # 0.838 per nat
 RETROSPECTIVE = names_of("retrospective", "EXPANSIONS")
-SELECTORS = ("evidence", "cfg"), ("group", "budget", "cfg", "rng")
+CUSTOM_FORMS = ("evidence", "cfg"), ("group", "budget", "cfg", "rng")
 """Parameters of a custom rule, which judges each tool result when it arrives, and of a custom retrospective selector.
 Further parameters must have defaults."""
 
@@ -101,7 +102,7 @@ Further parameters must have defaults."""
 def is_retrospective(selector: str) -> bool:
     """Return True if this branching.selector chooses forks after all trajectories of the group have ended."""
     if is_own(selector):
-        return takes("branching.selector", selector, SELECTORS[1])
+        return takes("branching.selector", selector, CUSTOM_FORMS[1])
     return selector in RETROSPECTIVE
 
 
@@ -161,8 +162,8 @@ class BranchingConfig:
 
     def __post_init__(self) -> None:
         check_name("branching.selector", self.selector, "branching", "RULES", *names_of("retrospective", "EXPANSIONS"))
-        if is_own(self.selector) and not any(takes("branching.selector", self.selector, form) for form in SELECTORS):
-            forms = " or ".join(f"({', '.join(form)})" for form in SELECTORS)
+        if is_own(self.selector) and not any(takes("branching.selector", self.selector, form) for form in CUSTOM_FORMS):
+            forms = " or ".join(f"({', '.join(form)})" for form in CUSTOM_FORMS)
             has = ", ".join(parameters_of("branching.selector", self.selector))
             raise UserError(f"branching.selector={self.selector} takes ({has}); it must be a function of {forms}")
         is_gate = self.selector == "aepo" and self.compat == "upstream"
@@ -209,12 +210,11 @@ class AdvantageConfig:
     @property
     def needs_critic(self) -> bool:
         """True if tokens are compared with a critic's values, instead of trajectories with their group."""
-        return self.kind in names_of("advantages", "CRITIC_ESTIMATORS")
+        return self.kind in CRITICS
 
     def __post_init__(self) -> None:
         if not self.needs_critic:
-            critics = names_of("advantages", "CRITIC_ESTIMATORS")
-            check_name("advantage.kind", self.kind, "advantages", "GROUP_ESTIMATORS", *critics)
+            check_name("advantage.kind", self.kind, "advantages", "GROUP_ESTIMATORS", *CRITICS)
         check_name("advantage.tree", self.tree, "advantages", "TREE_CREDITS")
         require(self.keep_variance > 0, "advantage.keep_variance=0 would train on nothing; 1 keeps all groups")
         from_rewards = self.tree in names_of("advantages", "FROM_REWARDS")
@@ -247,8 +247,8 @@ CLIPS = Needs("loss.kind", not_in=("reinforce",), use=("ppo", "gspo", "cispo"))
 CLIPS_FROM_ABOVE = Needs("loss.kind", not_in=("cispo", "reinforce"), use=("ppo", "gspo"))
 REFERENCE = Needs("loss.kl_coefficient", use=0.001)
 CORRECTIONS = names_of("rollout_correction", "ROLLOUT_CORRECTIONS")
-NO_LOW = ("none", "tis", "sequence_tis", "geometric_tis")
-MASKS = Needs("loss.rollout_correction", not_in=NO_LOW, use=("mis", "sequence_mis", "geometric_mis"))
+WITHOUT_LOW = ("none", "tis", "sequence_tis", "geometric_tis")
+MASKS = Needs("loss.rollout_correction", not_in=WITHOUT_LOW, use=("mis", "sequence_mis", "geometric_mis"))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class MergedProduct(torch.autograd.Function):
         inputs = x.flatten(0, -2)  # (N, in)
         grad_a = (rows @ b).T @ inputs * ctx.scale  # (r, in)
         grad_b = rows.T @ F.linear(inputs, a) * ctx.scale  # (out, r)
-        return grad_x, None, None, grad_a, grad_b, None
+        return grad_x, None, None, grad_a, grad_b, None  # weight and bias are frozen
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -117,7 +117,7 @@ def adapted(hf: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 
 def base_parameters(hf: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters without adapters, by their names in the text model."""
+    """Return the parameters without adapters, by name. The names are those of the model without LoRA."""
     return {name: p for name, p in hf.named_parameters() if not name.endswith((A, B))}
 
 

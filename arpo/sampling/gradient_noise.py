@@ -1,4 +1,4 @@
-"""The noise of a step's gradient, and the cost of a smaller group. Pure.
+"""The noise of a step's gradient, and the cost of a smaller group.
 
 The gradients of two prompts have the signal in common; the rest is noise (the gradient noise scale, arXiv 1812.06162).
 `GradientNoise` compares the prompts of a window of steps with each other, and does the same with half of each group's
@@ -147,6 +147,7 @@ class GradientNoise:
 
         `groups` are all groups of the step. The gradient of a group without an update is 0.
         """
+        # by id(group), since a Group cannot be a key; a row without a sketch had no update (critic.warmup_steps)
         members: dict[int, list[tuple[Trajectory, np.ndarray]]] = {}
         for minibatch in minibatches:
             for row, (index, t) in enumerate(minibatch.trajectories):

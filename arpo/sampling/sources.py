@@ -1,4 +1,4 @@
-"""The sources of one step: the prompts of this team (see the table in the package's docstring).
+"""The sources of one step: they decide when this team starts which prompt (table in the package's docstring).
 
 The queue is a counter in the process group's store; a pull is one round trip to the store. A sample depends on the
 seed, the step, the prompt, the path in the tree and the turn, and never on the rank. Groups come back in the order of
@@ -20,9 +20,10 @@ from arpo.selection import is_dead
 from arpo.trajectory import Group, Prompt
 
 PRIOR_SHARE = 1 / 8
-"""Groups assumed mixed before any result, per wanted group. If half of the groups are dead, this value cuts off a
-twentieth of the groups. With 1 a step takes up to 1.5 times as long, and with 1/32 up to a ninth is cut off (workloads
-short, 16 ranks, and long, 8, of no_rank_waits.py)."""
+"""Groups assumed mixed before any result, per wanted group. More of them make a step longer, because fewer prompts
+start; fewer of them waste more started groups. If half of the groups are dead, 1/8 wastes a twentieth of the groups,
+1/32 up to a ninth, and with 1 a step takes up to 1.5 times as long (benchmarks/no_rank_waits.py: short workload with 16
+ranks, long workload with 8)."""
 
 
 class OneRollout(Source):
@@ -52,7 +53,7 @@ class OneRollout(Source):
         self.team = sampler.team
         self.store = self.team.ranks.store or dist.HashStore()
         self.prefix = f"prompts/{label}/{name}"
-        self.left = deque(self.team.share(range(len(prompts))))  # of the prompts dealt to this team
+        self.left = deque(self.team.share(range(len(prompts))))  # dealt to this team; not used if prompts are pulled
         self.max_unfinished = max_at_once or math.inf
         if sampler.rollout.is_pulled:
             assert self.team.ranks.store or self.team.num_teams == 1, "ranks without a store cannot share a queue"
@@ -90,6 +91,7 @@ class OneRollout(Source):
         return index if index < len(self.prompts) else None
 
     def key(self, word: str) -> str:
+        """Return a key in the store. ("next") -> "prompts/rollout/7/next" for step 7"""
         return f"{self.prefix}/{word}"
 
     def on_finished(self, state: GroupState) -> None:
@@ -231,6 +233,7 @@ class Refilled(OneRollout):
     def exchange(self) -> list[Group]:
         """Return the groups of all teams up to the last wanted one. Collective."""
         groups = super().exchange()
+        # Up to the last wanted group all prompts were started, so there a group's place is its prompt's index.
         # A team without prompts left may not yet know the newest groups of the other teams.
         self.is_mixed = {index: not is_dead(group) for index, group in enumerate(groups) if group}
         self.count_mixed()
