@@ -158,6 +158,8 @@ class MicroBatch:
     """(B, T) float32"""
     paths: RowPaths
     """Tokens that each row attends to"""
+    starts_context: Tensor
+    """(B, T) bool, response tokens that were sampled after a new context (Row.contexts)"""
     old_logprobs: Tensor | None = None
     """(B, T). This field and the fields below are filled before or by the update, if an option needs the values"""
     old_entropies: Tensor | None = None
@@ -332,6 +334,10 @@ def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
 
     no_logprobs = np.zeros(0, np.float32)  # padded with 0
     loss_mask = padded([row.loss_mask for row in rows], torch.bool)
+    starts_context = torch.zeros_like(loss_mask)
+    for i, row in enumerate(rows):
+        for start, _ in row.contexts:
+            starts_context[i, start : start + 1] = True  # a slice: the last context may have no token yet
     rollout_logprobs = [no_logprobs if row.rollout_logprobs is None else row.rollout_logprobs for row in rows]
     return MicroBatch(
         input_ids=torch.from_numpy(np.concatenate(token_ids).astype(np.int64))[None],
@@ -343,6 +349,7 @@ def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
         loss_index=index_of(loss_mask),
         rollout_logprobs=padded(rollout_logprobs, torch.float32) * loss_mask,
         paths=RowPaths(num_queries=lengths, num_keys=lengths),
+        starts_context=starts_context,
         row_ids=tuple(row_ids),
         num_row_tokens=num_tokens,
     )

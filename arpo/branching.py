@@ -171,7 +171,7 @@ def decide(evidence: Evidence, cfg: BranchingConfig, rng: random.Random) -> tupl
 
 
 def neutral_probability(decision: BranchDecision, cfg: BranchingConfig) -> float:
-    """Return P(branch) of this decision if the entropy change were 0. A user's rule is taken to return `base` then."""
+    """Return P(branch) of this decision, by a rule of RULES, if the entropy change were 0."""
     if cfg.selector != "aepo":
         return cfg.base
     unchanged = Evidence((), (), entropy=0.0, root_entropy=0.0, consecutive=decision.consecutive)

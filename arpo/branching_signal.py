@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from arpo.branching import neutral_probability
+from arpo.config.named import is_own
 from arpo.options import BranchingConfig
 from arpo.trajectory import BranchDecision, Group, Trajectory
 
@@ -54,8 +55,9 @@ def _decision_metrics(groups: Sequence[Group], cfg: BranchingConfig) -> dict[str
     """Return how far the entropies moved P, and how often the trajectories succeed after each outcome."""
     values: dict[str, float] = {}
     taken = [decision for _, decision in decisions(groups)]
-    if taken:
+    if taken and not is_own(cfg.selector):  # P of a user's rule without a change of entropy is unknown
         values["branching/signal"] = statistics.fmean(abs(d.probability - neutral_probability(d, cfg)) for d in taken)
+    if taken:
         values["branching/probability_std"] = statistics.pstdev(d.probability for d in taken)
         values["branching/delta_entropy_std"] = statistics.pstdev(d.entropy - d.root_entropy for d in taken)
     for outcome in ("branched", "declined"):

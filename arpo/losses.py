@@ -50,6 +50,8 @@ class LossInputs:
     """(B, T) nats, log-probabilities under the reference policy, for the KL term."""
     rollout_weights: Tensor | None = None
     """(B, T) importance weights of the rollout correction (rollout_correction.py): factors of the token losses."""
+    starts_context: Tensor | None = None
+    """(B, T) bool: True at the first token sampled after a new context (rollout.context). None = no new contexts."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -192,8 +194,12 @@ def ppo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
 def gspo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
     """PPO without dual clip. All tokens of the sequence have one ratio (arXiv 2507.18071); with ratio_over=turn, all
     tokens of a turn (AT2PO, arXiv 2601.04767)."""
-    mean = mean_over_turns if cfg.ratio_over == "turn" else mean_over_sequence
-    return clipped_surrogate(inputs, shared_ratio(inputs.log_ratio, inputs.mask, mean), cfg)
+    log_ratio = inputs.log_ratio
+    if cfg.ratio_over == "turn":
+        mean = mean_over_turns(log_ratio.detach(), inputs.mask, inputs.starts_context)
+    else:
+        mean = mean_over_sequence(log_ratio.detach(), inputs.mask)
+    return clipped_surrogate(inputs, shared_ratio(log_ratio, mean), cfg)
 
 
 def cispo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
@@ -241,14 +247,14 @@ def clipped_surrogate(inputs: LossInputs, ratio: Tensor, cfg: LossConfig) -> Tok
     return TokenLosses(losses, ratio, {"clip_fraction": clipped_above, "clip_fraction_low": clipped_below})
 
 
-def shared_ratio(log_ratio: Tensor, mask: Tensor, mean: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return GSPO's ratio, (B, T): exp(mean log ratio over loss tokens), the same value at all tokens of the mean.
+def shared_ratio(log_ratio: Tensor, mean: Tensor) -> Tensor:
+    """Return GSPO's ratio exp(mean), (B, T). `mean`: the mean log ratio of the token's sequence or turn.
 
     Each token's value has the gradient of this token's logprob alone, so that tokens with one ratio may have different
     advantages. Ratios 2 and 0.5 -> 1 at both tokens; d value / d logprob is 1 at the same token and 0 at the other.
     """
     # log_ratio - log_ratio.detach() is 0: it adds only the gradient.
-    return (mean(log_ratio.detach(), mask) + (log_ratio - log_ratio.detach())).exp()
+    return (mean + (log_ratio - log_ratio.detach())).exp()
 
 
 def mean_over_sequence(values: Tensor, mask: Tensor) -> Tensor:
@@ -256,14 +262,16 @@ def mean_over_sequence(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def mean_over_turns(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the loss tokens of each token's turn, (B, T).
+def mean_over_turns(values: Tensor, mask: Tensor, starts_context: Tensor | None = None) -> Tensor:
+    """Return the mean over the loss tokens of each token's turn, (B, T). Values at mask-0 tokens do not matter.
 
-    A turn is a run of loss tokens; a tool result (mask 0) ends it. So a note (rollout.context) and the turn after it
-    count as one turn. Values at mask-0 tokens do not matter.
+    A turn is a run of loss tokens. A tool result (mask 0) ends it, and so does a new context: no token lies between a
+    note (rollout.context) and the turn after it.
     values [1, 3, 9, 5], mask [1, 1, 0, 1] -> [2, 2, 2, 5].
     """
     starts = mask.int().diff(dim=-1, prepend=mask.new_zeros(len(mask), 1).int()) > 0
+    if starts_context is not None:
+        starts = starts | starts_context
     turn_ids = starts.cumsum(-1)  # (B, T) from 1; 0 before the first turn
     # int() makes the host wait for the GPU, which update_policy forbids. Here the number of turns is a shape.
     all_ids = torch.arange(int(turn_ids.max()) + 1, device=mask.device)  # (turns + 1,)

@@ -257,6 +257,7 @@ def update_policy(
             entropy=entropies,
             ref_logprobs=micro.ref_logprobs,
             rollout_weights=micro.rollout_weights,
+            starts_context=micro.starts_context,
         )
         loss, loss_metrics = policy_loss(inputs, cfg, denominator=denominator, entropy_statistics=statistics)
         # The loss is this micro-batch's share of the global mean. FSDP2 averages gradients over ranks: undo that.

@@ -37,6 +37,13 @@ def test_aepos_penalty_is_not_taken_for_a_signal():
     assert BranchingSignal(aepo).add(groups(trajectory(1.0, damped)))["branching/signal"] == pytest.approx(0.0)
 
 
+def test_a_rule_of_ones_own_has_no_signal_for_its_p_without_entropies_is_unknown(tmp_path):
+    (tmp_path / "rules.py").write_text("def constant(evidence, cfg):\n    return 0.9\n")
+    own = BranchingConfig(selector=f"{tmp_path / 'rules.py'}:constant")
+    values = BranchingSignal(own).add(groups(trajectory(1.0, decided(1.6, 0.9), decided(0.7, 0.9))))
+    assert "branching/signal" not in values and values["branching/probability_std"] == 0.0
+
+
 def test_what_the_signal_is_worth():
     """Failures at H 3 and 4, successes at 1 and 2: correlation 2 / sqrt(5); the root's entropies turn it round."""
     values = BranchingSignal(BranchingConfig(selector="none")).add(

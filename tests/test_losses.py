@@ -102,6 +102,18 @@ def test_with_a_ratio_for_each_turn_gspo_clips_turns():
     assert whole.item() == pytest.approx(-3 * (1.5 ** (1 / 3) + 0.9 ** (1 / 3)))
 
 
+def test_a_note_and_the_turn_after_it_have_a_ratio_each():
+    """No tool result lies between them: a new context begins at token 2. Ratios 2, 0.5 | 1.5; as one, 1.5 ** (1/3)."""
+    logprobs = torch.tensor([[2.0, 0.5, 1.5]]).log()
+    starts_context = torch.tensor([[False, False, True]])
+    options = {"kind": "gspo", "ratio_over": "turn", "clip_high": 9.0, "denominator": 1.0}
+    ones = torch.ones(1, 3)
+    loss = loss_of(logprobs, torch.zeros(1, 3), ones, ones, starts_context=starts_context, **options)[0]
+    assert loss.item() == pytest.approx(-(1 + 1 + 1.5))
+    together = loss_of(logprobs, torch.zeros(1, 3), ones, ones, **options)[0]
+    assert together.item() == pytest.approx(-3 * 1.5 ** (1 / 3))
+
+
 def test_a_response_of_one_turn_has_the_same_ratio_over_both():
     logprobs, old, advantages, mask = random_rows()
     mask = mask.cumprod(-1)  # cut at the first token without loss

@@ -6,7 +6,7 @@ from arpo.losses import LossInputs, policy_loss
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
 
-INPUTS = ("entropy", "ref_logprobs", "rollout_weights")
+INPUTS = ("entropy", "ref_logprobs", "rollout_weights", "starts_context")
 
 
 def loss_of(
