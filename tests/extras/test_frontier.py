@@ -147,6 +147,11 @@ def last_turn(group, budget, cfg, rng):
 """
 
 
+def results(name: str) -> list[dict]:
+    """The runs of a committed file of results."""
+    return [json.loads(line) for line in (ROOT / f"benchmarks/ablation/{name}.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.parametrize(
     ("world", "heading"),
     [
@@ -157,8 +162,7 @@ def last_turn(group, budget, cfg, rng):
     ],
 )
 def test_the_tables_of_the_docs_are_those_of_the_results(world, heading):
-    lines = [json.loads(line) for line in (ROOT / "benchmarks/ablation/frontier.jsonl").read_text().splitlines()]
-    runs = by_setting([line for line in lines if (line["world"], line["stage"]) == (world, 2)])
+    runs = by_setting([line for line in results("frontier") if (line["world"], line["stage"]) == (world, 2)])
     reference = runs[strongest_rival(runs)]
     table = (ROOT / "docs/branching.md").read_text().partition(heading)[2].partition("\n###")[0]
     shown = {}
@@ -176,6 +180,19 @@ def test_the_tables_of_the_docs_are_those_of_the_results(world, heading):
             str(sum(map(has_collapsed, of_setting.values()))),
         ], setting.name
     assert not shown
+
+
+def test_the_table_of_echo_is_that_of_its_results():
+    grpo = by_setting([line for line in results("frontier") if (line["world"], line["stage"]) == ("signal", 2)])
+    without = grpo[Setting.named("grpo_g4_x1")]
+    text = (ROOT / "docs/extending.md").read_text()
+    for coefficient in (0.001, 0.005):
+        runs = {line["seed"]: line for line in results("echo") if line["observation_coefficient"] == coefficient}
+        num_failed = sum(cost(line) is None for line in runs.values())
+        num_pairs = sum(bool(cost(line) and cost(without[seed])) for seed, line in runs.items())
+        calls = interval(ratios(runs, without, "calls"))
+        assert f"| {coefficient} | {num_failed} of 8 | {calls} ({num_pairs} pairs) |" in text
+    assert f"| 0 | {sum(cost(without[seed]) is None for seed in runs)} of 8 | 1 |" in text
 
 
 @pytest.mark.slow
