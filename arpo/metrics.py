@@ -5,6 +5,7 @@ Each rank counts its share of the groups. `Ranks.reduce_metrics` merges the shar
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -156,16 +157,20 @@ def staleness(groups: Sequence[Group], step: int) -> Metrics:
 def source_names(prompts: Sequence[Prompt]) -> dict[str, str]:
     """Return data source -> last part of its metric's name, like "NQ (open)" -> "NQ_open_".
 
-    The MAX_SOURCES most frequent sources have a name each, all others are "other". Empty if there is only one source:
-    its accuracy is the accuracy of all.
+    The MAX_SOURCES most frequent sources have a name each, all others are "other". A name that is taken gets a number:
+    "NQ [open]" -> "NQ_open_2". Empty if there is only one source: its accuracy is the accuracy of all.
     """
     counts = Counter(prompt.data_source for prompt in prompts)
     if len(counts) < 2:
         return {}
     most_frequent_first = sorted(counts, key=lambda source: (-counts[source], source))
     names = {source: "other" for source in most_frequent_first}
+    taken = {"other"}
     for source in most_frequent_first[:MAX_SOURCES]:
-        names[source] = re.sub(r"[^\w.-]+", "_", source) or "unnamed"
+        plain = re.sub(r"[^\w.-]+", "_", source) or "unnamed"
+        numbered = (f"{plain.rstrip('_')}_{number}" for number in itertools.count(2))
+        names[source] = next(name for name in itertools.chain([plain], numbered) if name not in taken)
+        taken.add(names[source])
     return names
 
 
@@ -288,7 +293,7 @@ def _exact(number: float | Tensor) -> float | Tensor:
 def _larger(a: float | Tensor, b: float | Tensor) -> float | Tensor:
     """Return the larger of two numbers; if one is a tensor, as a tensor."""
     if isinstance(a, float) and isinstance(b, float):
-        return max(b, a)  # in this order a new NaN stays
+        return a if math.isnan(a) else max(b, a)  # in this order a NaN of b stays, too
     if isinstance(b, float):
         a, b = b, a
     return b.clamp(min=a)

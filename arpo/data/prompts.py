@@ -235,7 +235,7 @@ def tokenize_prompts(
         f"({longest.prompt_id} has {len(longest.token_ids)}, half of all at least {median})"
     )
     if overlong == "error" or not kept:
-        fix = "raise it, or shorten the prompts: data.system_prompt may be what is long"
+        fix = "raise it, or shorten the prompts: data.system_prompt (eval.system_prompt) may be what is long"
         raise UserError(f"{problem}; {fix}")
     logger.warning("%s; they are left out", problem)
     return kept

@@ -91,10 +91,11 @@ def add_lora(hf: nn.Module, cfg: ModelConfig) -> None:
     for parameter in hf.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype)  # a frozen weight needs no float32 master copy
+    linears = [name for name, module in hf.base_model.named_modules() if type(module) is nn.Linear]
+    kinds = sorted({name.rpartition(".")[2] for name in linears})
     for target in cfg.lora_targets:
         names = [name for name, module in hf.base_model.named_modules() if name.rpartition(".")[2] == target]
         if not names or not all(isinstance(hf.base_model.get_submodule(name), nn.Linear) for name in names):
-            kinds = sorted({n.rpartition(".")[2] for n, m in hf.base_model.named_modules() if type(m) is nn.Linear})
             raise UserError(f"model.lora_targets: {target} is no linear layer of this model; it has {', '.join(kinds)}")
         for name in names:
             linear = hf.base_model.get_submodule(name)

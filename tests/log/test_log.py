@@ -218,6 +218,8 @@ def test_each_data_source_has_its_accuracy_and_rare_ones_share_one():
         "accuracy/set_00": 1,
         "accuracy/other": 0.5,
     }
+    similar = [Prompt(source, [], [], data_source=source) for source in ("NQ (open)", "NQ [open]", "other")]
+    assert source_names(similar) == {"NQ (open)": "NQ_open_", "NQ [open]": "NQ_open_2", "other": "other_2"}
     assert source_names(prompts[:1] * 5) == {}  # all of one source: reward/accuracy says it
     assert summarize(groups)["accuracy/set_17"] == 1.0 and "accuracy/set_00" not in summarize(groups[:1])
 
@@ -280,6 +282,14 @@ def test_metrics_merge_by_their_declared_reduction():
     b.max("x", -7)
     a.merge(b)
     assert a.values() == {"m": 0.75, "s": 5.0, "x": -5.0}
+
+
+@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
+def test_a_maximum_with_nan_is_nan_in_any_order(values):
+    metrics = Metrics()
+    for value in values:
+        metrics.max("x", value)
+    assert math.isnan(metrics["x"])
 
 
 def test_trajectory_dump_holds_everything(tmp_path):

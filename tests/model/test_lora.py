@@ -181,8 +181,8 @@ def test_in_bfloat16_the_trainer_multiplies_with_the_weights_sent_to_the_engine(
 
 
 def test_an_unknown_target_is_named_with_those_there_are(tiny_model_dir):
-    with mesh_of_one() as mesh, pytest.raises(UserError, match=r"model\.lora_targets: qkv .* down_proj, gate_proj, k_"):
-        load(mesh, lora_cfg(tiny_model_dir, lora_targets=("qkv",)))
+    with mesh_of_one() as mesh, pytest.raises(UserError, match=r"targets: qkv .* down_proj, gate_proj, k_.* q_proj"):
+        load(mesh, lora_cfg(tiny_model_dir, lora_targets=("q_proj", "qkv")))
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints, export
