@@ -10,14 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.files import read_jsonl, write_jsonl
 from helpers.models import build_tiny_model
-from helpers.ranks import ROOT, run_script, try_script
+from helpers.ranks import ROOT, try_script
 
 from arpo.errors import UserError
 from arpo.start.load import load_config
 from extras.ablation import runs as ablation
 from extras.ablation.config import ALGORITHMS, AblationConfig
-from extras.ablation.results import algorithms_table, compare_algorithms, estimate, estimate_share, read_run
+from extras.ablation.results import (
+    RunResult,
+    algorithms_table,
+    compare_algorithms,
+    estimate,
+    estimate_share,
+    read_run,
+)
 
 TRAIN = """
 run: {save_every: 0}
@@ -42,7 +50,7 @@ def config(tmp_path) -> Path:
     """A folder with everything an ablation of a tiny model needs; returns its config file."""
     build_tiny_model(tmp_path / "model")
     rows = [{"prompt": f"say e {i}", "answer": "e", "data_source": "toy"} for i in range(4)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "train.jsonl", rows)
     (tmp_path / "corpus.jsonl").write_text('{"title": "e", "text": "eeee"}\n')
     (tmp_path / "train.yaml").write_text(TRAIN.replace("@DIR@", str(tmp_path)))
     (tmp_path / "eval.yaml").write_text(EVAL.replace("@DIR@", str(tmp_path)))
@@ -54,17 +62,23 @@ def config(tmp_path) -> Path:
     return path
 
 
-def write_run(folder: Path, accuracy: float, rewards: list[float], calls: int = 10) -> None:
+def write_run(folder: Path, accuracy: float, rewards: list[float] = (0.1, 0.2), **metrics: float) -> None:
     """What a finished run leaves."""
     (folder / "eval").mkdir(parents=True, exist_ok=True)
     scores = {"test": {"accuracy": accuracy, "reward": accuracy - 0.1}}
     (folder / "eval" / "scores.json").write_text(json.dumps(scores))
-    rows = [{"step": 0, "valid/accuracy": 0.0}] + [
-        {"step": step, "reward/mean": reward, "reward/accuracy": reward, "tools/all/calls": calls,
-         "tokens/sampled": 100, "time/rollout": 1.0, "time/step": 2.0}
-        for step, reward in enumerate(rewards, 1)
-    ]  # fmt: skip
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spent = {"tools/all/calls": 10, "tokens/sampled": 100, "time/rollout": 1.0, "time/step": 2.0} | metrics
+    rows = [{"step": step, "reward/mean": reward} | spent for step, reward in enumerate(rewards, 1)]
+    write_jsonl(folder / "metrics.jsonl", [{"step": 0, "valid/accuracy": 0.0}, *rows])
+
+
+def runs_of(folder: Path, algorithm: str, accuracies: list[float], first_seed: int = 0) -> list[RunResult]:
+    """Runs with these accuracies, one a seed."""
+    runs = []
+    for seed, accuracy in enumerate(accuracies, first_seed):
+        write_run(folder / f"{algorithm}_seed{seed}", accuracy)
+        runs.append(read_run(folder / f"{algorithm}_seed{seed}", algorithm, seed))
+    return runs
 
 
 @pytest.fixture
@@ -76,7 +90,7 @@ def pretended(monkeypatch):
         script = job.commands.pop(0)[0]
         started.append((job.name, script))
         if script == "evaluate.py":
-            write_run(job.folder, 0.5, [0.1, 0.2])
+            write_run(job.folder, 0.5)
         job.process = subprocess.Popen(["false" if job.algorithm == "bad" else "true"])
 
     handler = signal.getsignal(signal.SIGTERM)
@@ -90,46 +104,39 @@ def pretended(monkeypatch):
 
 
 def test_the_table_is_worked_out_from_metrics_and_scores(tmp_path):
-    accuracies = {"random": [0.70, 0.90], "arpo": [0.75, 0.93]}
-    runs = []
-    for algorithm, values in accuracies.items():
-        for seed, accuracy in enumerate(values):
-            write_run(tmp_path / f"{algorithm}_seed{seed}", accuracy, [0.1, 0.9, 0.9, 0.9], calls=10 + seed)
-            runs.append(read_run(tmp_path / f"{algorithm}_seed{seed}", algorithm, seed))
+    for seed, accuracy in enumerate([0.75, 0.93]):
+        calls = {"tools/all/calls": 10 + seed}
+        write_run(tmp_path / f"arpo_seed{seed}", accuracy, [0.1, 0.9, 0.9, 0.9], **calls)
+    runs = [read_run(tmp_path / f"arpo_seed{seed}", "arpo", seed) for seed in (0, 1)]
     table = compare_algorithms(runs, target_reward=0.6)
-    assert table["arpo"]["accuracy"]["mean"] == pytest.approx(0.84)
-    assert table["arpo"]["reward"]["mean"] == pytest.approx(0.74)
-    assert table["arpo"]["tool_calls"] == {"mean": 42.0, "seeds": 2}  # of 40 and 44
-    assert table["arpo"]["step_s"]["mean"] == 8.0
+    row = table["arpo"]
+    assert row["accuracy"]["mean"] == pytest.approx(0.84) and row["reward"]["mean"] == pytest.approx(0.74)
+    assert row["tool_calls"] == {"mean": 42.0, "seeds": 2}  # of 40 and 44
+    assert row["step_s"]["mean"] == 8.0
     # running means: .1, .5, .633, .7
-    assert table["arpo"]["steps_to_target"] == {"mean": 3.0, "seeds": 2}
-    assert table["arpo"]["seconds_to_target"] == {"mean": 6.0, "seeds": 2}
+    assert row["steps_to_target"] == {"mean": 3.0, "seeds": 2} and row["seconds_to_target"] == {"mean": 6.0, "seeds": 2}
     assert "6.0 n=2" in algorithms_table(table, 0.6)
-    assert compare_algorithms(runs, target_reward=0.95)["arpo"]["seconds_to_target"] is None
+    table = compare_algorithms(runs, target_reward=0.95)
+    assert table["arpo"]["seconds_to_target"] is None and "| never |" in algorithms_table(table, 0.95)
 
 
 def test_algorithms_are_compared_seed_by_seed(tmp_path):
     """The seeds differ by far more than the algorithms; only the paired difference shows the latter."""
-    runs = []
-    for algorithm, offset, seeds in (("random", 0.0, (0, 1, 2)), ("arpo", 0.02, (1, 2, 3))):
-        for seed in seeds:
-            write_run(tmp_path / f"{algorithm}_seed{seed}", 0.2 * seed + 0.1 + offset, [0.5])
-            runs.append(read_run(tmp_path / f"{algorithm}_seed{seed}", algorithm, seed))
-    difference = compare_algorithms(runs, 0.8)["arpo"]["minus_random"]
-    assert difference == pytest.approx({"mean": 0.02, "seeds": 2})  # of two, no interval
+    runs = runs_of(tmp_path, "random", [0.1, 0.3, 0.5]) + runs_of(tmp_path, "arpo", [0.32, 0.52, 0.72], first_seed=1)
+    table = compare_algorithms(runs, 0.8)
+    assert table["arpo"]["minus_random"] == pytest.approx({"mean": 0.02, "seeds": 2})  # of two, no interval
+    assert "| +0.020 n=2 |" in algorithms_table(table, 0.8)
 
 
 def test_equal_calls_and_tokens_are_compared_between_validations_and_the_ends_of_the_runs(tmp_path):
     """100 tokens a step against 150: arpo ends at 400, which grpo passes a third of the way from 300 to 600. Calls are
     the other way round, 4 and 3 a step."""
     for name, tokens, accuracies in [("grpo_seed0", 150, [0.3, 0.6]), ("arpo_seed0", 100, [0.5, 0.2])]:
-        write_run(tmp_path / name, 0.9, [0.1] * 4)
-        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for row in rows[1:]:
-            row |= {"tokens/sampled": tokens, "tools/all/calls": 500 / tokens, "group/mixed_share": 0.25}
-        for row, accuracy in zip(rows[2::2], accuracies, strict=True):
-            row["valid/accuracy"] = accuracy
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        spent = {"tokens/sampled": tokens, "tools/all/calls": 500 / tokens, "group/mixed_share": 0.25}
+        write_run(tmp_path / name, 0.9, [0.1] * 4, **spent)
+        rows = read_jsonl(tmp_path / name / "metrics.jsonl")
+        rows[2]["valid/accuracy"], rows[4]["valid/accuracy"] = accuracies
+        write_jsonl(tmp_path / name / "metrics.jsonl", rows)
     runs = [read_run(tmp_path / name, name[:4], 0) for name in ("grpo_seed0", "arpo_seed0")]
     table = compare_algorithms(runs, target_reward=0.8, references=("arpo",))
     assert "minus_arpo" in table["grpo"] and "minus_grpo" not in table["arpo"]
@@ -142,26 +149,6 @@ def test_equal_calls_and_tokens_are_compared_between_validations_and_the_ends_of
     text = algorithms_table(table, target_reward=0.8)
     assert "after 400 sampled tokens" in text and "after 13 tool calls" in text and "mixed groups" in text
     assert "| arpo | 0.200 | 0.200 | 0.300 |" in text
-
-
-def test_the_markdown_has_a_row_per_algorithm_and_says_never(tmp_path):
-    runs = []
-    for algorithm in ("grpo", "arpo"):
-        write_run(tmp_path / f"{algorithm}_seed0", 0.5, [0.1, 0.2])
-        runs.append(read_run(tmp_path / f"{algorithm}_seed0", algorithm, 0))
-    head, line, grpo, arpo = algorithms_table(compare_algorithms(runs, 0.8), 0.8).splitlines()
-    assert head.count("|") == line.count("|") == grpo.count("|") == arpo.count("|")
-    assert grpo.startswith("| grpo | 1 | 0.500 | 0.400 |  |") and arpo.endswith("| never |  |")
-    assert "| +0.000 |" in arpo and "decode" not in head
-
-
-def runs_of(folder, algorithm: str, accuracies: list[float]) -> list:
-    """Runs with these accuracies, one a seed."""
-    runs = []
-    for seed, accuracy in enumerate(accuracies):
-        write_run(folder / f"{algorithm}_seed{seed}", accuracy, [0.5])
-        runs.append(read_run(folder / f"{algorithm}_seed{seed}", algorithm, seed))
-    return runs
 
 
 def test_an_interval_over_seeds_is_with_students_quantile_and_says_its_n(tmp_path):
@@ -197,7 +184,7 @@ def test_report_only_writes_table_and_forest_of_what_is_finished(config, capsys)
     cfg = load_config(AblationConfig, [str(config), "--report_only", "True"])
     with pytest.raises(UserError, match=f"^{folder}: no finished run to report; see each log.txt$"):
         ablation.run_ablation(cfg)
-    write_run(folder / "grpo_seed0", 0.5, [0.1, 0.2, 0.9])
+    write_run(folder / "grpo_seed0", 0.5)
     ablation.run_ablation(cfg)
     assert "not finished: random_seed0" in capsys.readouterr().out
     assert json.loads((folder / "table.json").read_text())["grpo"]["accuracy"]["mean"] == 0.5
@@ -257,7 +244,7 @@ def test_a_result_of_other_inputs_is_never_taken_for_this_ones(config):
     [job, _] = ablation.make_jobs(cfg, config.parent / "ab")
     inputs = ablation.shared_inputs(cfg)
     ablation.claim_folder(job, inputs)
-    ablation.claim_folder(job, ablation.shared_inputs(cfg))
+    ablation.claim_folder(job, ablation.shared_inputs(cfg))  # of the same inputs: it goes on
     with pytest.raises(UserError, match=r"grpo_seed0 comes from other inputs \(train;"):
         ablation.claim_folder(job, inputs | {"train": {}})
     weights = config.parent / "model" / "model.safetensors"
@@ -294,30 +281,16 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(config, pretended, capsy
     assert "| grpo | 1 |" in (config.parent / "ab" / "TABLE.md").read_text()
 
 
-@pytest.mark.slow
-def test_a_failing_run_is_named_with_its_log_and_the_others_go_on(config):
+def test_a_real_ablation_names_what_fails_with_its_log_and_skips_what_is_finished(config):
     bad = "bad=--branching.bas 1"
-    cfg = load_config(AblationConfig, [str(config), "--ablation.algorithms", bad, "grpo"])
-    folder = config.parent / "ab"
-    for job in ablation.make_jobs(cfg.ablation, folder):
-        ablation.claim_folder(job, ablation.shared_inputs(cfg.ablation) | {"ranks": 1, "commands": job.commands})
-    write_run(folder / "grpo_seed0", 0.5, [0.1, 0.2])
-    done = try_script("extras/ablation/__main__.py", str(config), "--ablation.algorithms", bad, "grpo", ranks=1)
-    log = folder / "bad_seed0" / "log.txt"
-    assert done.code == 2 and f"error: 1 of 2 runs failed: bad_seed0 ({log})" in done.output
-    assert "2 runs, 1 of them finished already" in done.output and "did you mean 'branching.base'" in log.read_text()
-    assert "| grpo | 1 |" in (folder / "TABLE.md").read_text()
-
-
-@pytest.mark.slow
-def test_an_ablation_trains_evaluates_and_skips_what_is_finished(config):
-    command = ("extras/ablation/__main__.py", str(config), "--ablation.algorithms", "random")
+    command = ("extras/ablation/__main__.py", str(config), "--ablation.algorithms", bad, "random")
     done, folder = try_script(*command, ranks=1), config.parent / "ab"
-    log = folder / "random_seed0" / "log.txt"
-    assert done.code == 0, done.output + log.read_text()[-3000:]
-    assert "[1/1] " in done.output and "accuracy" in done.output
+    log, bad_log = (folder / name / "log.txt" for name in ("random_seed0", "bad_seed0"))
+    assert done.code == 2 and f"error: 1 of 2 runs failed: bad_seed0 ({bad_log})" in done.output
+    assert "random_seed0: accuracy" in done.output, log.read_text()[-3000:]
+    assert "did you mean 'branching.base'" in bad_log.read_text()
     table = json.loads((folder / "table.json").read_text())
     assert list(table) == ["random"] and table["random"]["sampled_tokens"]["mean"] > 0
     written = log.read_text()
-    assert "1 runs, 1 of them finished already" in run_script(*command, ranks=1)
+    assert "2 runs, 1 of them finished already" in try_script(*command, ranks=1).output
     assert log.read_text() == written

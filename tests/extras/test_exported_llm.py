@@ -14,8 +14,6 @@ from helpers.ranks import run_script
 
 from arpo.evals.records import read_records
 
-pytestmark = pytest.mark.slow
-
 CALL = "<think>Half of 48 in May.</think><python>print(48/2)</python>"
 ANSWER = "<think>So 48 + 24 together.</think><answer>\\boxed{72}</answer>"
 OTHER = "<think>A sixtieth of 12 a minute.</think><python>print(12/60*50)</python>"

@@ -19,7 +19,6 @@ from arpo.log import read_metrics
 from extras.compare import compare_runs
 from extras.llm_demo.gsm8k import final_answer
 
-pytestmark = pytest.mark.slow
 GSM8K = ROOT.parent / "shared/data/gsm8k/train.jsonl"
 RECIPE = str(ROOT / "configs/gsm8k.yaml")
 NUM_QUESTIONS = 4

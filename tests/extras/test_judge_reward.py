@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 from helpers.eval_records import reply
-from helpers.judge_server import RIGHT, judges_by_prediction
+from helpers.judge_server import judges_by_prediction
 from helpers.models import build_tiny_tokenizer
-from helpers.web_service import WebService, half_an_answer, never, says
+from helpers.web_service import WebService, never, says
 
 from arpo.config.rewards import TrainingRewardConfig
 from arpo.engine.team import Team
@@ -85,32 +85,21 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     assert is_so()
 
 
-def test_right_and_wrong_answers_are_told_apart_and_equal_ones_asked_once(make_judge, service):
-    judge = make_judge()
-    assert values_of(judge, group("a", "4", "5", "5", ""), group("b", "4")) == [1.0, 0.0, 0.0, 0.0, 1.0]
-    assert len(service.requests) == 1 + 3  # the probe; a: 4 and 5; b: 4
-
-
-def test_what_was_judged_is_not_asked_again_in_a_later_step_or_run(make_judge, service):
+def test_right_and_wrong_answers_are_told_apart_and_each_is_asked_about_once_in_all_steps_and_runs(make_judge, service):
     first, second = make_judge(), make_judge()
-    values_of(first, group("a", "4", "5"))
+    assert values_of(first, group("a", "4", "5", "5", ""), group("b", "4")) == [1.0, 0.0, 0.0, 0.0, 1.0]
     asked = len(service.requests)
+    assert asked == 2 + 3  # the probes; a: 4 and 5; b: 4
     for judge in (first, second):
         assert values_of(judge, group("a", "5", "4")) == [0.0, 1.0]
     assert len(service.requests) == asked
 
 
-def test_it_works_while_the_rollout_of_others_still_goes_on(make_judge, service):
-    judge, one = make_judge(), group("a", "4")
-    judge.begin(one)
-    wait_until(lambda: len(service.requests) == 2)  # though nobody has waited for it yet
-    assert values_of(judge, one, group("b", "5")) == [1.0, 0.0]
-
-
-def test_a_group_that_is_scored_in_a_later_step_is_asked_about_once(make_judge, service):
+def test_it_works_while_the_rollout_of_others_goes_on_and_asks_once_about_a_group_of_a_later_step(make_judge, service):
     """As carried ones are: of the step's own groups alone it is known what they are."""
     judge, later = make_judge(), group("a", "4")
     judge.begin(later)
+    wait_until(lambda: len(service.requests) == 2)  # though nobody has waited for it yet
     assert values_of(judge, group("b", "5")) == [0.0] and values_of(judge, later) == [1.0]
     assert len(service.requests) == 1 + 2
 
@@ -164,22 +153,13 @@ def test_what_is_done_before_the_deadline_counts_and_the_rest_is_late(make_judge
 
 @pytest.mark.parametrize(
     "trouble, reason",
-    [
-        (says("no", 400), "judge_failed"),
-        (says(reply("I cannot say.")), "judge_unparsable"),
-        (says({"choices": []}, 404), "judge_failed"),
-    ],
+    [(says("no", 400), "judge_failed"), (says(reply("I cannot say.")), "judge_unparsable")],
+    ids=["refused", "unclear"],
 )
 def test_a_judge_that_fails_is_a_reason_and_no_end(make_judge, service, trouble, reason):
     judge = make_judge()
     service.then(trouble)
     assert collected(judge, group("a", "4")) == [(None, reason)]
-
-
-def test_half_an_answer_is_asked_for_again(make_judge, service):
-    judge = make_judge()
-    service.then(half_an_answer, says(reply(RIGHT)))
-    assert values_of(judge, group("a", "4")) == [1.0] and len(service.requests) == 2
 
 
 def test_the_key_is_sent_and_is_in_no_reason_or_file(make_judge, service, monkeypatch, tmp_path):
@@ -215,12 +195,7 @@ def test_the_rule_stands_in_for_few_verdicts_and_for_many_nothing_does(make_judg
     service.then(says("no", 400))
     assert collected(judge, group("a", "4", ""), group("b", "4")) == [(1.0, ""), (0.0, ""), (1.0, "judge_failed")]
     assert collected(judge, group("c", "5", "4", "")) == [(None, "judge_failed"), (None, "judge_failed"), (0.0, "")]
-
-
-def test_a_wrong_answer_is_wrong_by_rule_too(make_judge, service):
-    judge = make_judge(fallback="rule")
-    service.then(says("no", 400))
-    assert collected(judge, group("a", "5", "")) == [(0.0, "judge_failed"), (0.0, "")]
+    assert collected(judge, group("d", "5", "")) == [(0.0, "judge_failed"), (0.0, "")]  # wrong by rule too
 
 
 # ---- in the scores of a run
@@ -274,10 +249,20 @@ def test_a_group_that_is_scored_already_does_not_begin_again(make_scoring, monke
     assert begun == [new]
 
 
-def test_a_judge_that_cannot_be_reached_is_one_line_before_the_run(make_scoring):
-    scoring = make_scoring("judge=1", url="http://127.0.0.1:9", deadline_s=0.4)
-    with pytest.raises(UserError, match=r"mine\.py: judge failed on .*judge\.url: judge: .*; start the judge"):
+@pytest.mark.parametrize(
+    "url, answer, code, words",
+    [
+        ("http://127.0.0.1:9", judges_by_prediction, 75, r"judge\.url: judge: .*; start the judge"),
+        ("", says("who are you?", 401), 2, r"judge\.url: the service refuses access; set JUDGE_API_KEY \(HTTP 401\)"),
+    ],
+    ids=["not there", "a wrong key"],
+)
+def test_a_judge_that_cannot_be_asked_is_one_line_before_the_run(make_scoring, service, url, answer, code, words):
+    service.then(answer)
+    scoring = make_scoring("judge=1", url=url, deadline_s=PATIENT_S if not url else 0.4)
+    with pytest.raises(UserError, match=rf"mine\.py: judge failed on .*{words}") as error:
         scoring.try_on(group("a", "4").prompt)
+    assert error.value.exit_code == code and "\n" not in str(error.value)
 
 
 def test_answers_without_a_verdict_are_not_trained_on_and_many_of_them_end_the_run(make_scoring, service):

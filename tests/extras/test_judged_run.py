@@ -13,7 +13,7 @@ from helpers.judge_server import RIGHT, WRONG
 from helpers.models import searching_model
 from helpers.ranks import ROOT, run_script, try_script
 from helpers.toy_run import build_toy_world
-from helpers.web_service import WebService, says
+from helpers.web_service import WebService
 
 from arpo.log import read_metrics
 
@@ -49,7 +49,6 @@ def reward_of(record: dict) -> float:
     return parts["answer"] + 0.5 * parts["judge"] + 0.25 * parts["overlong"] + 2 * parts["letters"]
 
 
-@pytest.mark.slow
 def test_a_run_with_a_judge_trains_on_the_sum_and_goes_on_without_what_has_no_verdict(tmp_path):
     world = build_toy_world(tmp_path)
     searching_model(world / "model", ("answer",))
@@ -94,32 +93,3 @@ def test_a_run_with_a_judge_trains_on_the_sum_and_goes_on_without_what_has_no_ve
     logged = {name for row in read_metrics(run) for name in row if "letters" not in name and "judge" not in name}
     logged -= {"step"}
     assert [name for name in sorted(logged) if not any(fnmatch(name, pattern) for pattern in defined)] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "term, code, words",
-    [
-        ("{own}:judge=1", 75, "mine.py: judge failed on "),
-        ("{world}/nothing.py:f=1", 2, "nothing.py:f: there is no such file; check the path"),
-    ],
-)
-def test_a_reward_that_cannot_be_had_is_one_line_before_a_model_is_loaded(tmp_path, term, code, words):
-    world = build_toy_world(tmp_path)
-    config, own = world / "config.yaml", world / "mine.py"
-    config.write_text(config.read_text().replace("reward: {file: " + str(world) + "/reward.py}\n", ""))
-    own.write_text(MINE.format(url="http://127.0.0.1:9", model="m", fallback="rule", cache=f"{world}/judge.sqlite"))
-    done = try_script("train_rl.py", str(config), "--reward.terms", term.format(own=own, world=world))
-    [line] = [line for line in done.output.splitlines() if line.startswith("error")]
-    assert done.code == code and words in line and "Traceback" not in done.output
-
-
-@pytest.mark.slow
-def test_a_key_that_the_judge_refuses_is_one_line(tmp_path, monkeypatch):
-    world = build_toy_world(tmp_path)
-    config, own = world / "config.yaml", world / "mine.py"
-    config.write_text(config.read_text().replace("reward: {file: " + str(world) + "/reward.py}\n", ""))
-    with WebService([says("who are you?", 401)]) as service:
-        own.write_text(MINE.format(url=service.url, model="m", fallback="rule", cache=f"{world}/judge.sqlite"))
-        done = try_script("train_rl.py", str(config), "--reward.terms", f"{own}:judge=1", ranks=1)
-    assert done.code == 2 and "judge.url: the service refuses access; set JUDGE_API_KEY (HTTP 401)" in done.output

@@ -78,7 +78,6 @@ def test_on_several_ranks_too_the_last_line_on_the_screen_is_ours(installed):
     assert not rule.strip("=")
 
 
-@pytest.mark.slow
 def test_two_ranks_train_on_a_data_set_of_the_hub(installed, tmp_path):
     world = build_sft_world(tmp_path, num_steps=1)
     rows = {"README.md": b"# toy", "train.jsonl": (world / "train.jsonl").read_bytes()}

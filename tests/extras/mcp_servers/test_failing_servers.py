@@ -23,7 +23,6 @@ from extras.tools.mcp.tool import mcp_schemas
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 
 
-@pytest.mark.slow
 def test_a_server_that_dies_in_mid_call_is_started_again_and_asked_again(tmp_path):
     log = tmp_path / "log"
     with Running(entry("--log", str(log))) as running:
@@ -38,7 +37,6 @@ def test_a_server_that_dies_in_mid_call_is_started_again_and_asked_again(tmp_pat
     assert len(starts) == 3  # for the list of tools, for the run, and again
 
 
-@pytest.mark.slow
 def test_a_call_that_kills_every_server_is_given_up_as_a_failure_of_ours(tmp_path):
     log = tmp_path / "log"
     with Running(entry("--log", str(log), max_tries=2)) as running:
@@ -52,7 +50,6 @@ def test_a_call_that_kills_every_server_is_given_up_as_a_failure_of_ours(tmp_pat
     assert log.read_text().count("die") == 3
 
 
-@pytest.mark.slow
 def test_a_slow_call_is_told_so_and_a_server_that_hangs_is_started_again(monkeypatch):
     monkeypatch.setattr("extras.tools.mcp.connection.PROBE_S", 5.0)  # on a busy machine a live server may be slow
     with Running(entry(deadline_s=3, max_tries=2)) as running:
@@ -64,7 +61,6 @@ def test_a_slow_call_is_told_so_and_a_server_that_hangs_is_started_again(monkeyp
         assert running.call("add", a=1, b=1).text == "2" and running.restarts() == 1
 
 
-@pytest.mark.slow
 def test_no_more_calls_than_the_limit_are_under_way(tmp_path):
     log = tmp_path / "log"
     with Running(entry("--log", str(log), max_concurrent=2)) as running:
@@ -75,7 +71,6 @@ def test_no_more_calls_than_the_limit_are_under_way(tmp_path):
     assert len(steps) == 14 and max(accumulate(steps)) <= 2
 
 
-@pytest.mark.slow
 def test_the_servers_processes_are_gone_when_the_tools_are_closed(tmp_path):
     log = tmp_path / "log"
     with Running(entry("--log", str(log))) as running:
@@ -86,7 +81,6 @@ def test_the_servers_processes_are_gone_when_the_tools_are_closed(tmp_path):
     wait_for(lambda: not any(map(is_running, {*servers, child})))
 
 
-@pytest.mark.slow
 def test_the_servers_processes_are_gone_when_the_trainer_is_killed(tmp_path):
     log = tmp_path / "log"
     code = f"""
@@ -108,7 +102,6 @@ running.all()
     wait_for(lambda: not any(map(is_running, {*servers, child})))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["ends", "hangs", "trainer"])
 def test_a_daemon_of_a_server_ends_with_it(tmp_path, ending):
     """Also where the server must be killed, or the trainer is."""
@@ -161,7 +154,6 @@ def server_of(one: dict) -> McpServer:
     return parse_server(json.dumps(one), "servers[0]")
 
 
-@pytest.mark.slow
 def test_what_is_recorded_is_replayed_without_the_server(tmp_path, caplog, monkeypatch):
     cache, log = str(tmp_path / "cache.sqlite"), tmp_path / "log"
     one = entry("--log", str(log), "--tools", "add,refuse,die", cache=cache, prefix="x_", max_tries=1)
@@ -187,7 +179,6 @@ def test_what_is_recorded_is_replayed_without_the_server(tmp_path, caplog, monke
     assert "its tools are not those that" in caplog.text
 
 
-@pytest.mark.slow
 def test_an_http_server_that_comes_back_is_found_again(tmp_path):
     port = free_port()
     one = {"url": f"http://127.0.0.1:{port}/mcp", "deadline_s": 30, "max_tries": 2}
@@ -200,7 +191,6 @@ def test_an_http_server_that_comes_back_is_found_again(tmp_path):
             assert running.call("add", a=1, b=2).text == "3" and running.restarts() >= 1
 
 
-@pytest.mark.slow
 def test_an_http_server_that_is_busy_is_asked_again_over_the_same_connection(tmp_path, monkeypatch):
     monkeypatch.setenv("MCP_TEST_TOKEN", "open-sesame")
     port, busy = free_port(), tmp_path / "busy"
@@ -214,7 +204,6 @@ def test_an_http_server_that_is_busy_is_asked_again_over_the_same_connection(tmp
         assert running.call("add", a=1, b=3).text == "4" and running.restarts() == 0
 
 
-@pytest.mark.slow
 def test_a_key_in_what_a_server_says_last_is_hidden_also_where_that_is_cut(monkeypatch):
     monkeypatch.setenv("MCP_TEST_KEY", key := "swordfish" * 5)
     for num_before, num_after in ((280, 0), (280, 280), (0, connection.STDERR_BYTES - 30)):
@@ -249,7 +238,6 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.slow
 def test_a_server_of_the_older_protocol_is_spoken_to_and_its_refusal_is_read(monkeypatch, caplog):
     monkeypatch.setenv("MCP_TEST_SECRET", "swordfish")
     with Running({"command": sys.executable, "args": ["-c", LEGACY], "env": {"MY_KEY": "$MCP_TEST_SECRET"}}) as running:

@@ -23,7 +23,6 @@ def url():
     server.shutdown()
 
 
-@pytest.mark.slow
 def test_tools_that_run_only_as_tasks_are_not_offered(url, monkeypatch, caplog):
     """As server-everything's simulate-research-query, of which every call failed."""
     kinds = {"old": None, "free": "optional", "slow": "required"}
@@ -36,7 +35,6 @@ def test_tools_that_run_only_as_tasks_are_not_offered(url, monkeypatch, caplog):
         tool_schemas(config({"url": url, "tools": ["slow"]}))
 
 
-@pytest.mark.slow
 def test_a_session_that_the_server_has_forgotten_is_opened_again(url, caplog):
     """Also where the server does not answer when the old one is closed, for which nobody waits long."""
     first = OldServer.num_sessions

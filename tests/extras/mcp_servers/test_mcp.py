@@ -16,7 +16,7 @@ from arpo.tools.base import ToolResult
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 
 
-@pytest.fixture(scope="module", params=["stdio_server", pytest.param("http_server", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["stdio_server", "http_server"])
 def running(request):
     with Running(request.getfixturevalue(request.param), price_per_call=("add=0.5",)) as running:
         yield running
@@ -93,7 +93,6 @@ def test_a_server_that_cannot_be_started_or_reached_is_told_in_one_line():
     assert refused({"url": url}).startswith(f"MCP server {url} cannot be used: ")
 
 
-@pytest.mark.slow
 def test_a_server_that_does_not_let_us_in_is_told_in_one_line(http_server):
     told = refused({"command": "/bin/sleep", "args": ["100"], "start_s": 0.5})
     assert "no answer within 0.5 s" in told
@@ -103,7 +102,6 @@ def test_a_server_that_does_not_let_us_in_is_told_in_one_line(http_server):
     assert "needs MCP_NOT_SET in the environment" in refused(missing)
 
 
-@pytest.mark.slow
 def test_two_tools_of_one_name_are_refused_and_a_prefix_helps():
     one, other = entry("--tools", "add,say"), entry("--tools", "say,paint")
     told = refused(one, other)

@@ -20,10 +20,7 @@ from arpo.sampling.sampler import rollout
 from arpo.tools import make_tools, take_counts
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed"),
-]
+pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 CFG = RolloutConfig(
     group_size=4, max_response_tokens=9000, max_result_tokens=900, answer_reserve_tokens=60, max_tool_calls=6
 )

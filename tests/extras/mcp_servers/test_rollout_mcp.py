@@ -33,7 +33,6 @@ ENTRY = {"command": sys.executable, "args": [str(SERVER), "--tools", "add,say,di
 ANSWER = "<think>t</think><answer>\\boxed{4}</answer>"
 
 
-@pytest.mark.slow
 def test_the_policy_calls_tools_of_a_server_in_tags(tmp_path):
     scripts = {
         "add": ['<think>t</think><add> {"a": 1, "b": 3} </add>', "<think>t</think><say>&lt;</say>", ANSWER],
@@ -69,7 +68,6 @@ def test_the_policy_calls_tools_of_a_server_in_tags(tmp_path):
     assert '<add> {"a": 1, "b": 1} </add>\nAdd two numbers.\n' in messages[0]["content"]
 
 
-@pytest.mark.slow
 def test_rows_offer_tools_of_a_server_and_its_absence_is_told_before_a_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     row = {"prompt": "1 + 1?", "answer": "2"}
@@ -84,7 +82,6 @@ def test_rows_offer_tools_of_a_server_and_its_absence_is_told_before_a_model_is_
         check_rl(load_config(RLConfig, [*flags, "good.jsonl", "--tools.options", gone]))
 
 
-@pytest.mark.slow
 def test_a_run_with_a_server_leaves_no_process_and_no_key_behind(tmp_path):
     world, log = build_toy_world(tmp_path), tmp_path / "log"
     server = {

@@ -15,7 +15,7 @@ from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt
 from extras.viewer import viewer
 
-pytestmark = [pytest.mark.slow, needs_browser]
+pytestmark = needs_browser
 QUESTION = "Weng earns $12 an hour for babysitting. Yesterday, she just did 50 minutes of it. How much did she earn?"
 BOX = "document.querySelector({!r}).getBoundingClientRect().toJSON()"
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from copy import deepcopy
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,31 +29,30 @@ def run(tmp_path, groups) -> Path:
 # -- what it reads ---------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_training_dump_is_shown_and_the_paths_printed(run, capsys):
+def test_the_newest_training_dump_is_shown_or_the_one_that_is_named_and_the_paths_are_printed(run, tmp_path, capsys):
     assert data_of(write_page(run))["title"] == "branched · step_000010"
     pages = [run / "viewer" / f"{name}.html" for name in ("step_000009", "step_000010", "valid_000020")]
     assert capsys.readouterr().out.splitlines() == [*map(str, pages), str(run / "viewer.html")]
-
-
-def test_a_dump_can_be_chosen_by_step_or_by_path(run, tmp_path):
     assert data_of(write_page(run, "--step", "9"))["title"] == "branched · step_000009"
     valid = run / "trajectories" / "valid_000020.jsonl.gz"
     viewer.main([str(run), "--file", str(valid), "--out", str(tmp_path / "page.html")])
     assert data_of((tmp_path / "page.html").read_text())["title"] == "branched · valid_000020"
-
-
-def test_a_run_without_training_dumps_shows_its_newest_other_one(run):
     for path in (run / "trajectories").glob("step_*"):
         path.unlink()
-    assert viewer.choose_dump(run, viewer.dumps_of(run)).name == "valid_000020"
+    assert data_of(write_page(run))["title"] == "branched · valid_000020"
 
 
-def test_every_turn_has_its_text_and_its_result_and_the_parents_part_is_marked(run, groups):
+def test_every_turn_has_its_texts_and_its_tokens_numbers_and_the_parents_part_is_marked(run, groups):
     shown = data_of(write_page(run))["groups"][0]["trajectories"]
     for view, trajectory in zip(shown, groups[0].trajectories, strict=True):
         assert "".join(turn["text"] + turn["result_text"] for turn in view["turns"]) == trajectory.text
         inherited = [turn for turn in view["turns"] if turn["inherited"]]
         assert (inherited[-1]["result_end"] if inherited else 0) == trajectory.fork_at
+        assert not any({"logprobs", "entropies", "chars"} & turn.keys() for turn in inherited)  # its parent has them
+        for turn, own in list(zip(view["turns"], trajectory.turns, strict=True))[len(inherited) :]:
+            assert turn["logprobs"] == trajectory.rollout_logprobs[own.start : own.end]
+            assert len(turn["chars"]) == len(turn["logprobs"]) and sum(turn["chars"]) == len(turn["text"])
+            assert turn["entropies"] == own.token_entropies and len(own.token_entropies) == 20
 
 
 def test_mixed_and_dead_groups_are_told_apart():
@@ -82,18 +82,6 @@ def test_the_page_loads_nothing_from_anywhere(run):
     without_data = re.sub(r"<script type.*?</script>", "", page, flags=re.DOTALL)
     assert not re.search(r"https?:|\bsrc=|\bhref=|@import|url\(", without_data) and "@@" not in without_data
     assert "default-src 'none'" in without_data and "innerHTML" not in without_data
-
-
-def test_every_sampled_token_has_its_numbers_and_its_characters(run, groups):
-    shown = data_of(write_page(run))["groups"][0]["trajectories"]
-    for view, trajectory in zip(shown, groups[0].trajectories, strict=True):
-        for turn, own in zip(view["turns"], trajectory.turns, strict=True):
-            if own.inherited:  # its parent has them
-                assert not {"logprobs", "entropies", "chars"} & turn.keys()
-                continue
-            assert turn["logprobs"] == trajectory.rollout_logprobs[own.start : own.end]
-            assert len(turn["chars"]) == len(turn["logprobs"]) and sum(turn["chars"]) == len(turn["text"])
-            assert turn["entropies"] == own.token_entropies and len(own.token_entropies) == 20
 
 
 def test_characters_are_counted_as_a_browser_does():
@@ -136,11 +124,11 @@ def test_every_page_leads_to_all_others(run):
     ]  # fmt: skip
 
 
-def test_only_what_changed_is_written_again(run, groups):
-    write_page(run)
-    before = stamps(run)
-    write_page(run)
-    assert stamps(run) == before
+def test_only_what_changed_is_read_and_written_again(run, groups, monkeypatch):
+    first, before = write_page(run), stamps(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(viewer, "page_of", None)  # which reads the dumps
+        assert write_page(run) == first and stamps(run) == before
     log = RunLog(run, RunConfig(), is_main=True, resume_step=10)
     log.trajectories(11, groups[:1])
     log.close()
@@ -154,12 +142,6 @@ def test_only_what_changed_is_written_again(run, groups):
     before = stamps(run)
     write_page(run)
     assert {name for name, stamp in stamps(run).items() if before[name] != stamp} == {"valid_000020"}
-
-
-def test_a_dump_is_read_again_only_when_it_has_changed(run, monkeypatch):
-    first = write_page(run)
-    monkeypatch.setattr(viewer, "page_of", None)
-    assert write_page(run) == first
 
 
 def test_a_page_is_written_again_when_it_would_show_more(run):
@@ -213,15 +195,8 @@ def test_no_page_is_written_through_a_link(run, tmp_path, capsys):
     for name in ("viewer.html", "viewer.html.tmp", "beside_other.html.tmp"):
         (run / name).symlink_to(victim / "file")
     write_page(run)
-    viewer.main(
-        [
-            str(run),
-            "--beside",
-            str(run / "trajectories" / "step_000010.jsonl.gz"),
-            "--out",
-            str(run / "beside_other.html"),
-        ]
-    )
+    beside = ["--beside", str(run / "trajectories" / "step_000010.jsonl.gz"), "--out", str(run / "beside_other.html")]
+    viewer.main([str(run), *beside])
     assert (victim / "file").read_text() == "mine" and [path.name for path in victim.iterdir()] == ["file"]
 
 
@@ -271,8 +246,8 @@ def test_a_report_is_linked_where_there_is_one(run):
 def test_the_trend_has_the_runs_numbers(run):
     [chart] = run_data_of(write_page(run))["trend"]
     assert chart["title"] == "reward" and [line["label"] for line in chart["lines"]] == ["training", "validation"]
-    assert chart["lines"][0]["points"] == [[step, step / 10] for step in range(1, 11)]
-    assert chart["lines"][1]["points"] == [[5, 0.5], [10, 0.5]]
+    points = [line["points"] for line in chart["lines"]]
+    assert points == [[[step, step / 10] for step in range(1, 11)], [[5, 0.5], [10, 0.5]]]
 
 
 def test_a_line_that_is_being_written_is_not_read_and_a_broken_one_is_named(run):
@@ -349,26 +324,23 @@ WRONG_VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda line: line[:200],  # a killed run leaves half a line
-        lambda line: "[1, 2]",
-        lambda line: line.replace('"question"', '"query"'),
-        lambda line: line.replace('"probability"', '"chance"').replace('"start"', '"begin"'),
-        lambda line: line.replace('"loss_mask": [', '"loss_mask": [1, '),
-        lambda line: line.replace('"segments": [', '"segments": [["more", true], '),
-        lambda line: line.replace('"reward": 1.0', '"reward": "good"'),
-        *(
-            lambda line, path=path, value=value: with_value(*path, value=value, line=line)
-            for path, value in WRONG_VALUES
-        ),
-    ],
-)
+BROKEN_LINES = [
+    lambda line: line[:200],  # a killed run leaves half a line
+    lambda line: "[1, 2]",
+    lambda line: line.replace('"question"', '"query"'),
+    lambda line: line.replace('"probability"', '"chance"').replace('"start"', '"begin"'),
+    lambda line: line.replace('"loss_mask": [', '"loss_mask": [1, '),
+    lambda line: line.replace('"segments": [', '"segments": [["more", true], '),
+    lambda line: line.replace('"reward": 1.0', '"reward": "good"'),
+    *(partial(with_value, *path, value=value) for path, value in WRONG_VALUES),
+]
+
+
+@pytest.mark.parametrize("damage", BROKEN_LINES)
 def test_a_malformed_line_is_named(run, damage):
     dump = run / "trajectories" / "step_000010.jsonl.gz"
     lines = read_dump(dump).splitlines()
-    lines[1] = damage(lines[1])
+    lines[1] = damage(line=lines[1])
     write_dump(dump, "\n".join(lines) + "\n")
     with pytest.raises(UserError, match=r"step_000010\.jsonl\.gz:2: not a trajectory") as error:
         reading.read_groups([dump], None, 200)
