@@ -38,23 +38,18 @@ def ask(tool, arguments: list[str]) -> list[str]:
 
 
 def test_every_fact_is_found_by_its_own_query_and_only_by_search(world, corpus):
-    rng = random.Random(1)
-    facts = rng.sample(sorted(world.facts.items()), 200)
-    found = ask(SearchTool(SearchConfig(backend="local", corpus=str(corpus), top_k=1, mode="live")),
-                [f"{attribute} of {entity}" for (attribute, entity), _ in facts])  # fmt: skip
-    for ((attribute, entity), value), text in zip(facts, found, strict=True):
-        assert text == f"Page 1: {attribute} of {entity} is {value}"
+    facts = random.Random(1).sample(sorted(world.facts.items()), 200)
+    tool = SearchTool(SearchConfig(backend="local", corpus=str(corpus), top_k=1, mode="live"))
+    found = ask(tool, [f"{attribute} of {entity}" for (attribute, entity), _ in facts])
+    assert found == [f"Page 1: {attribute} of {entity} is {value}" for (attribute, entity), value in facts]
 
 
 def test_held_out_entities_never_occur_in_training_files(world):
-    rng = random.Random(2)
-    test_names = set(world.entities["test"])
+    rng, test_names = random.Random(2), set(world.entities["test"])
     assert len(test_names) == 80 and not test_names & set(world.entities["train"])
     for _ in range(500):
         question = world.question(rng, "train")
-        assert question.entity not in test_names
-        owner = world.facts.get(("owner", question.entity))
-        assert owner not in test_names
+        assert not {question.entity, world.facts.get(("owner", question.entity))} & test_names
 
 
 def test_answers_are_what_the_facts_say(world):
@@ -118,13 +113,12 @@ def test_a_number_has_the_same_tokens_wherever_it_stands_and_tags_are_one_token(
 def test_the_report_shows_before_and_after_and_names_what_is_missing(tmp_path):
     with pytest.raises(UserError, match=r"demo_eval_sft/scores\.json: no such file; run `make demo`"):
         demo_report.report([tmp_path])
-    runs: dict[str, dict] = {}
     for (run, questions), accuracy in zip(demo_report.DEMO.evaluations.values(), (0.3, 0.9, 0.0), strict=True):
+        scores = tmp_path / run / "scores.json"
+        scores.parent.mkdir(exist_ok=True)
         row = {"accuracy": accuracy, "accuracy_low": accuracy, "accuracy_high": accuracy, "tool_calls": 1.5}
-        runs.setdefault(run, {})[questions] = row
-    for run, scores in runs.items():
-        (tmp_path / run).mkdir()
-        (tmp_path / run / "scores.json").write_text(json.dumps(scores))
+        others = json.loads(scores.read_text()) if scores.exists() else {}
+        scores.write_text(json.dumps(others | {questions: row}))
     text = demo_report.report([tmp_path])
     assert "| after RL | 0.900 [0.900, 0.900] | 1.50 |" in text
     assert "| after RL, tools muted | 0.000 [0.000, 0.000] | 1.50 |" in text

@@ -9,7 +9,7 @@ import pytest
 from arpo.rewards import score
 from arpo.tools.search.bm25 import Bm25Index
 from extras.demo import build as demo
-from extras.demo.hard import AFTER_RESULT, KINDS, HardTrace, HardWorld, kind_of
+from extras.demo.hard import KINDS, HardTrace, HardWorld, kind_of
 from extras.demo.world import ATTRIBUTES, Demonstrator, World
 
 
@@ -58,15 +58,12 @@ def test_every_answer_follows_from_the_corpus(world, search):
         assert value.isdigit() and q.answer == str(q.factor * int(value) if q.factor else value), q
 
 
-def test_all_kinds_are_there_in_their_shares_and_a_result_shows_its_kind(world):
+def test_all_kinds_are_there_in_their_shares_and_a_result_shows_its_kind_but_not_which_number_is_right(world):
     for part in world.entities.values():
         kinds = Counter(world.kinds[attribute, entity] for attribute in ATTRIBUTES for entity in part)
         for kind, share in KINDS.items():
             assert abs(kinds[kind] / kinds.total() - share) < 0.06
     assert all(kind_of(world.told[fact]) == kind for fact, kind in world.kinds.items())
-
-
-def test_the_wrong_number_of_a_pair_comes_first_as_often_as_the_right_one(world):
     for kind in ("disputed", "dated"):
         facts = [fact for fact, k in world.kinds.items() if k == kind]
         first = sum(re.search(r"\d+", world.told[fact])[0] == world.facts[fact] for fact in facts)
@@ -78,12 +75,6 @@ def test_held_out_entities_are_held_out_of_pointers_too(world):
     for (_, entity), told in world.told.items():
         if told.startswith("under "):
             assert (told.removeprefix("under ") in test_names) == (entity in test_names)
-
-
-def test_the_demonstrator_is_sure_after_a_plain_result_and_torn_after_the_others():
-    for kind, moves in AFTER_RESULT.items():
-        assert sum(moves.values()) == pytest.approx(1.0)
-        assert max(moves.values()) > 0.9 if kind == "plain" else max(moves.values()) < 0.4
 
 
 def test_the_demonstrator_is_mediocre_where_results_are_not_plain(world, demonstrator):

@@ -5,10 +5,11 @@ import json
 import random
 import subprocess
 import sys
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import make_dataclass, replace
 
 import pytest
+from helpers.edits import ROOT
+from helpers.files import write_jsonl
 from helpers.scripted_rollout import ANSWER, CODEC, play, prompt
 
 from arpo.config.named import find
@@ -20,6 +21,7 @@ from extras.tools.environment import EnvironmentTool, FromOpenEnv
 CFG = RolloutConfig(
     group_size=8, max_response_tokens=6000, max_result_tokens=600, answer_reserve_tokens=60, max_tool_calls=6
 )
+ALWAYS = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2)
 
 
 class Walk:
@@ -98,10 +100,8 @@ def check(group, tool: EnvironmentTool, context: ToolContext, tag: str) -> None:
 def test_branches_of_an_environment_go_on_where_it_was(kind):
     row = prompt()
     row.meta.update(goal=5, seed=11)
-    always = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2)
-    [group] = play(
-        wandering("search", (2, 1, -1, "look", "jump")), tools=[kind()], cfg=CFG, prompts=[row], branching=always
-    )
+    script = wandering("search", (2, 1, -1, "look", "jump"))
+    [group] = play(script, tools=[kind()], cfg=CFG, prompts=[row], branching=ALWAYS)
     assert Walk.num_open == 0
     check(group, kind(), ToolContext("p0", "0", 0, row=row.meta), "search")
     assert Walk.num_open == 0
@@ -145,9 +145,8 @@ def test_a_gymnasium_environment_is_a_tool():
 
     row = prompt(tools=("lake",))
     row.meta["seed"] = 5
-    always = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2)
     script = wandering("lake", (0, 1, 2, 3, 9, "up"))
-    [group] = play(script, tools=[Lake()], cfg=CFG, prompts=[row], branching=always)
+    [group] = play(script, tools=[Lake()], cfg=CFG, prompts=[row], branching=ALWAYS)
     check(group, Lake(), ToolContext("p0", "0", 0, row=row.meta), "lake")
     bad = [c for t in group.trajectories for c in t.tool_calls if c.error_kind == "bad_action"]
     assert bad and "is no action of Discrete(4)" in bad[0].result
@@ -163,26 +162,14 @@ from extras.tools.environment import EnvironmentTool
 
 
 class House:
-    """A key lies behind one of two doors, and opens the chest in the hall: take it there, and come back."""
+    """A key lies behind one of two doors."""
 
     def reset(self, *, seed):
-        self.side, self.place, self.has_key = random.Random(seed).choice(["left", "right"]), "hall", False
-        return f"You are in the hall with a locked chest. It smells of iron from the {self.side}.", {}
+        self.side = random.Random(seed).choice(["left", "right"])
+        return f"It smells of iron from the {self.side}.", {}
 
     def step(self, action):
-        if self.place == "hall" and action in ("go left", "go right"):
-            self.place = action.removeprefix("go ")
-            text = "A key lies here." if self.place == self.side and not self.has_key else "The room is empty."
-            return text, 0.0, False, False, {}
-        if action == "take key" and self.place == self.side and not self.has_key:
-            self.has_key = True
-            return "You have the key.", 0.0, False, False, {}
-        if action == "go back" and self.place != "hall":
-            self.place = "hall"
-            return "You are in the hall.", 0.0, False, False, {}
-        if action == "open chest" and self.place == "hall" and self.has_key:
-            return "It is full of gold.", 1.0, True, False, {}
-        return "That does not work.", 0.0, False, False, {}
+        return "The door opens.", float(action == f"go {self.side}"), True, False, {}
 
 
 class HouseTool(EnvironmentTool):
@@ -193,35 +180,26 @@ class HouseTool(EnvironmentTool):
 '''
 
 
-def player(prompts: list):
-    """Goes where the prompt says that the key is: it wins only if the prompt is of the environment that it plays."""
-
-    def script(prompt_id, path, turn):
-        [question] = [p.messages[-1]["content"] for p in prompts if p.prompt_id == prompt_id]
-        side = "left" if "from the left" in question else "right"
-        moves = f"go {side}", "take key", "go back", "open chest"
-        return (f"<search>{moves[turn]}</search>" if turn < 4 else ANSWER), 1.0
-
-    return script
-
-
 def test_a_text_game_is_won_from_the_first_observation_in_the_prompt(tmp_path):
     file, rows, out = (tmp_path / name for name in ("house.py", "rows.jsonl", "train.jsonl"))
     file.write_text(HOUSE)
-    rows.write_text(
-        '{"prompt": "Open the chest.", "answer": "gold"}\n{"question": "{observation} Well?", "answer": "1"}\n'
-    )
+    write_jsonl(rows, [{"prompt": "Find it.", "answer": "1"}, {"question": "{observation} Well?", "answer": "1"}])
     command = [sys.executable, "-m", "extras.tools.environment", f"{file}:HouseTool", str(rows), "--out", str(out)]
-    root = Path(__file__).resolve().parents[2]
-    subprocess.run([*command, "--seeds", "8"], check=True, cwd=root)
+    subprocess.run([*command, "--seeds", "8"], check=True, cwd=ROOT)
     prompts = load_prompts(out)
     texts = [prompt.messages[-1]["content"] for prompt in prompts]
-    assert texts[0].startswith("Open the chest.\n\nYou are in the hall") and texts[8].endswith(" Well?")
+    assert texts[0].startswith("Find it.\n\nIt smells of iron from") and texts[8].endswith(" Well?")
     assert {text.count("iron from the left") for text in texts} == {0, 1} and len(prompts) == 16
     tool = find("tools.names", f"{file}:HouseTool", {})()
     prompts = [replace(p, tools=("search",), token_ids=tuple(CODEC.render_prompt(p.messages))) for p in prompts]
-    always = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2)
-    groups = play(player(prompts), tools=[tool], cfg=CFG, prompts=prompts, branching=always, seed=5)
+    asked = {prompt.prompt_id: text for prompt, text in zip(prompts, texts, strict=True)}
+
+    def player(prompt_id, _path, turn):
+        """It wins only if the prompt is of the environment that it plays."""
+        side = "left" if "from the left" in asked[prompt_id] else "right"
+        return f"<search>go {side}</search>" if turn == 0 else ANSWER
+
+    groups = play(player, tools=[tool], cfg=CFG, prompts=prompts, branching=ALWAYS, seed=5)
     ends = [t.tool_calls[-1].info for group in groups for t in group.trajectories]
     assert len(ends) == 16 * CFG.group_size and all(info["return"] == 1.0 and info["terminated"] for info in ends)
 
@@ -230,13 +208,7 @@ def test_a_text_game_is_won_from_the_first_observation_in_the_prompt(tmp_path):
 
 
 def test_a_step_result_of_openenv_is_a_step():
-    """The client's own class where it is installed; it has these fields."""
-    try:
-        from openenv.core.client_types import StepResult
-    except ImportError:
-        from dataclasses import make_dataclass
-
-        StepResult = make_dataclass("StepResult", ["observation", ("reward", float, None), ("done", bool, False)])
+    StepResult = make_dataclass("StepResult", ["observation", ("reward", float, None), ("done", bool, False)])
 
     class Client:
         walk, is_open = Walk(goal=2), True

@@ -1,9 +1,9 @@
 """GSM8K's solutions as trajectories: every call is really run, and what does not add up is left out and counted."""
 
 import asyncio
-import json
 
 import pytest
+from helpers.files import write_jsonl
 
 from arpo.config.tools import PythonConfig
 from arpo.errors import UserError
@@ -59,17 +59,13 @@ def test_a_line_without_annotation_goes_with_the_next_and_several_annotations_ar
     assert last == "<think>That is all.</think><answer>\\boxed{2}</answer>"
 
 
-def test_what_a_trajectory_earns_is_the_full_reward(python):
-    rows, _ = gsm8k.convert([WENG, TOTAL], python)
+def test_what_converts_earns_the_full_reward_and_the_others_are_counted_with_their_reasons(python):
+    rows, reasons = gsm8k.convert([WENG, TOTAL, *WRONG.values()], python)
+    assert reasons == dict.fromkeys(WRONG, 1)
     for row, source in zip(rows, (WENG, TOTAL), strict=True):
         text = row["messages"][1]["content"]
         result = score(text, [gsm8k.final_answer(source)], "gsm8k", tools=("python",), bonus_tools=("python",))
         assert (result.total, result.reason) == (1.1, "")
-
-
-def test_each_solution_that_does_not_convert_is_counted_with_its_reason(python):
-    converted, reasons = gsm8k.convert([WENG, *WRONG.values()], python)
-    assert len(converted) == 1 and reasons == dict.fromkeys(WRONG, 1)
 
 
 def test_the_same_seed_gives_the_same_files_and_no_question_is_in_two_of_them(python, tmp_path, monkeypatch):
@@ -77,7 +73,7 @@ def test_the_same_seed_gives_the_same_files_and_no_question_is_in_two_of_them(py
     for part, count in {"train": 40, "test": 10}.items():
         rows = [WENG | {"question": f"{part} question {i}?"} for i in range(count)]
         rows += [{"question": f"{part} long question {i}?", "answer": three_lines} for i in range(4)]
-        (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(tmp_path / f"{part}.jsonl", rows)
     monkeypatch.setattr(gsm8k, "NUM_SFT_QUESTIONS", 20)
     monkeypatch.setattr(gsm8k, "NUM_VALID", {"sft": 5, "rl": 5})
     files, reasons = gsm8k.build_data(str(tmp_path), 0, python)

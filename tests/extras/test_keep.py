@@ -1,11 +1,10 @@
 """Keeping the questions that a model solves now and then."""
 
-import json
 import subprocess
 import sys
 
 import pytest
-from helpers.files import read_jsonl
+from helpers.files import read_jsonl, write_jsonl
 from helpers.ranks import ROOT
 
 from arpo.data import load_prompts
@@ -21,9 +20,8 @@ NUM_RIGHT = {0: 0, 1: 1, 2: 2, 3: 4}
 @pytest.fixture
 def rated(tmp_path):
     """A file of five questions, and the grades of four samples of four of them."""
-    data = tmp_path / "own.jsonl"
     rows = [{"question": f"{i} + 1?", "answer": i + 1, "level": i} for i in range(5)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_jsonl(tmp_path / "own.jsonl", rows)
     grades = [
         Grade(f"own-{row:06d}", sample, {}, float(sample < right), "reward", "",
               question_digest=question_digest(f"{row} + 1?", [str(row + 1)]))
@@ -34,7 +32,7 @@ def rated(tmp_path):
     return tmp_path / "run", data, tmp_path / "kept.jsonl"
 
 
-def test_what_is_solved_now_and_then_is_kept_with_its_rate(rated):
+def test_what_is_solved_now_and_then_is_kept_with_its_rate_and_the_bounds_belong_to_it(rated):
     told = keep(*rated)
     assert "2 kept, 1 solved less often, 1 solved more often, 1 not evaluated" in told
     assert read_jsonl(rated[2]) == [
@@ -42,9 +40,6 @@ def test_what_is_solved_now_and_then_is_kept_with_its_rate(rated):
         {"question": "2 + 1?", "answer": 3, "level": 2, "pass_rate": 0.5},
     ]
     assert [p.meta["pass_rate"] for p in load_prompts(rated[2])] == [0.25, 0.5]
-
-
-def test_the_bounds_belong_to_what_is_kept(rated):
     keep(*rated, low=0.5, high=1.0)
     assert [row["level"] for row in read_jsonl(rated[2])] == [2, 3]
 

@@ -5,7 +5,6 @@ It listens on two pipes, not on a port, so that nothing else on the machine can 
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -146,12 +145,11 @@ class Browser:
                 self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def press(self, *keys: str) -> None:
-        """Press keys: "a", "?", "Enter", "ArrowDown", "Shift+Tab", ..."""
+        """Press keys: "a", "?", "Enter", "ArrowDown", ..."""
         for key in keys:
-            shift, _, name = key.rpartition("+") if len(key) > 1 else ("", "", key)
-            text = "\r" if name == "Enter" else name if len(name) == 1 else ""
-            code = KEY_CODES.get(name, ord(name.upper()) if len(name) == 1 and name.isalnum() else 0)
-            event = {"key": name, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
+            text = "\r" if key == "Enter" else key if len(key) == 1 else ""
+            code = KEY_CODES.get(key, ord(key.upper()) if len(key) == 1 and key.isalnum() else 0)
+            event = {"key": key, "windowsVirtualKeyCode": code}
             with suppress(Navigated):
                 self._call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
                 self._call("Input.dispatchKeyEvent", type="keyUp", **event)
@@ -173,9 +171,6 @@ class Browser:
             for node in nodes
             if not node["ignored"]
         ]
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:
         os.close(self._commands)

@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from arpo.config.sections import RunConfig
@@ -26,6 +27,18 @@ def make_run(folder: Path, groups: list[Group]) -> Path:
     log.trajectories(20, groups[:1], kind="valid")
     log.close()
     return folder
+
+
+def page_of(folder: Path, *groups: Group, metrics: Sequence[dict] = ({},)) -> Path:
+    """The page of a run whose steps all have these groups. `metrics`: the numbers of each step."""
+    log = RunLog(folder, RunConfig(), is_main=True)
+    for step, values in enumerate(metrics, 1):
+        if values:
+            log.scalars(step, values)
+        log.trajectories(step, list(groups))
+    log.close()
+    write_page(folder)
+    return folder / "viewer.html"
 
 
 def write_page(run: Path, *flags: str) -> str:

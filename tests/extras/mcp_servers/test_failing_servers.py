@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -16,11 +15,12 @@ from helpers.processes import free_port, is_running
 
 from arpo.errors import UserError
 from extras.tools.mcp import connection
-from extras.tools.mcp.config import McpServer, parse_server
+from extras.tools.mcp.config import parse_server
 from extras.tools.mcp.connection import GUARD
 from extras.tools.mcp.tool import mcp_schemas
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
 
 def test_a_server_that_dies_in_mid_call_is_started_again_and_asked_again(tmp_path):
@@ -71,33 +71,26 @@ def test_no_more_calls_than_the_limit_are_under_way(tmp_path):
     assert len(steps) == 14 and max(accumulate(steps)) <= 2
 
 
-def test_the_servers_processes_are_gone_when_the_tools_are_closed(tmp_path):
-    log = tmp_path / "log"
-    with Running(entry("--log", str(log))) as running:
-        child = int(running.call("children").text)
-        running.start("hang")
-        wait_for(lambda: "hang" in log.read_text())
-    servers = {int(line.split()[0]) for line in log.read_text().splitlines()}
-    wait_for(lambda: not any(map(is_running, {*servers, child})))
-
-
-def test_the_servers_processes_are_gone_when_the_trainer_is_killed(tmp_path):
+@pytest.mark.parametrize("ending", ["closed", "killed"])
+def test_the_servers_processes_are_gone_when_the_tools_are_closed_or_the_trainer_is_killed(tmp_path, ending):
     log = tmp_path / "log"
     code = f"""
+import sys
 from helpers.mcp_tools import Running, entry
-running = Running(entry("--log", {str(log)!r}))
-print(running.call("children").text, flush=True)
-running.start("hang")
-running.all()
+with Running(entry("--log", {str(log)!r})) as running:
+    print(running.call("children").text, flush=True)
+    running.start("hang")
+    sys.stdin.readline()
 """
-    paths = [str(SERVER.parents[2]), str(SERVER.parents[1])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as trainer:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SERVER.parents[2]), str(SERVER.parents[1])])}
+    with subprocess.Popen([sys.executable, "-c", code], **PIPES, env=environment) as trainer:
         try:
             child = int(trainer.stdout.readline())
             wait_for(lambda: "hang" in log.read_text())
+            if ending == "closed":
+                assert trainer.communicate("end\n") == ("", None) and trainer.returncode == 0
         finally:
-            trainer.send_signal(signal.SIGKILL)
+            trainer.kill()
     servers = {int(line.split()[0]) for line in log.read_text().splitlines()}
     wait_for(lambda: not any(map(is_running, {*servers, child})))
 
@@ -128,8 +121,7 @@ if {ending == "hangs"}:
     os.killpg(child.pid, signal.SIGKILL)
 child.wait()
 """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as trainer:
+    with subprocess.Popen([sys.executable, "-c", code], **PIPES) as trainer:
         wait_for(lambda: note.exists() and note.read_text().endswith(" "))
         daemon = int(note.read_text())
         assert is_running(daemon)
@@ -150,10 +142,6 @@ def test_a_servers_garbage_is_a_few_lines_of_the_log(caplog, monkeypatch):
     assert len(caplog.records) == connection.MAX_LOG_LINES
 
 
-def server_of(one: dict) -> McpServer:
-    return parse_server(json.dumps(one), "servers[0]")
-
-
 def test_what_is_recorded_is_replayed_without_the_server(tmp_path, caplog, monkeypatch):
     cache, log = str(tmp_path / "cache.sqlite"), tmp_path / "log"
     one = entry("--log", str(log), "--tools", "add,refuse,die", cache=cache, prefix="x_", max_tries=1)
@@ -172,10 +160,11 @@ def test_what_is_recorded_is_replayed_without_the_server(tmp_path, caplog, monke
         running.call("x_die")
     assert len(log.read_text().splitlines()) == num_lines
     caplog.clear()
-    mcp_schemas(server_of(one | {"args": [*one["args"], "--busy", ""]}))  # another server has its own records
+    other = one | {"args": [*one["args"], "--busy", ""]}
+    mcp_schemas(parse_server(json.dumps(other), "servers[0]"))  # another server has its own records
     assert caplog.text == ""
     monkeypatch.setenv("MCP_TEST_TOOLS", "add")
-    mcp_schemas(server_of(one | {"env": {"MCP_TEST_TOOLS": "$MCP_TEST_TOOLS"}}))
+    mcp_schemas(parse_server(json.dumps(one | {"env": {"MCP_TEST_TOOLS": "$MCP_TEST_TOOLS"}}), "servers[0]"))
     assert "its tools are not those that" in caplog.text
 
 

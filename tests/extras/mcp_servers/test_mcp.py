@@ -29,18 +29,14 @@ def test_each_tool_of_a_server_is_a_tool_with_its_schema(running):
     assert schema.properties["colour"] == {"enum": ["red", "green"], "type": "string"}  # without a title
 
 
-def test_results_come_back_as_text(running):
+def test_results_and_errors_come_back_as_text(running):
     assert running.call("add", a=1, b=2) == ToolResult("3", ok=True, seconds=pytest.approx(0, abs=WAIT_S), cost=0.5)
     assert running.call("say", argument="<b> ü\n").text == "<b> ü\n"  # one text argument: the call is that text
     painted = running.call("paint", colour="red", size=2)
     assert painted.ok and painted.text == "red 2.0\n[image, image/png, 6 bytes]"
     assert running.call("say", argument=" ").text == " "
-
-
-def test_errors_are_read_by_the_model(running):
-    assert running.call("refuse", argument="never").text.endswith("no: never")
-    assert running.call("refuse", argument="never").error_kind == "tool_error"
-    assert not running.call("refuse", argument="never").infra_error
+    refused = running.call("refuse", argument="never")
+    assert refused.text.endswith("no: never") and refused.error_kind == "tool_error" and not refused.infra_error
 
 
 @pytest.mark.parametrize(
@@ -85,17 +81,13 @@ def refused(*entries: dict, names: tuple[str, ...] = ()) -> str:
     return str(error.value)
 
 
-def test_a_server_that_cannot_be_started_or_reached_is_told_in_one_line():
+def test_a_server_that_cannot_be_used_is_told_in_one_line(http_server):
     assert "there is no program 'nosuchprogram'; install it" in refused({"command": "nosuchprogram"})
     told = refused({"command": "/bin/sh", "args": ["-c", "echo the licence has expired >&2"]})
     assert "cannot be used" in told and "it said: the licence has expired; correct the command" in told
+    assert "no answer within 0.5 s" in refused({"command": "/bin/sleep", "args": ["100"], "start_s": 0.5})
     url = f"http://127.0.0.1:{free_port()}/mcp"
     assert refused({"url": url}).startswith(f"MCP server {url} cannot be used: ")
-
-
-def test_a_server_that_does_not_let_us_in_is_told_in_one_line(http_server):
-    told = refused({"command": "/bin/sleep", "args": ["100"], "start_s": 0.5})
-    assert "no answer within 0.5 s" in told
     assert "HTTP 401" in refused({"url": http_server["url"]})
     assert "HTTP 404" in refused(http_server | {"url": http_server["url"] + "x"})
     missing = http_server | {"headers": {"Authorization": "Bearer $MCP_NOT_SET"}}

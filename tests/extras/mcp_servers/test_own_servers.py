@@ -1,4 +1,4 @@
-"""MCP servers with state, of which each trajectory has one: real processes, and sessions over HTTP."""
+"""MCP servers with state: a process or an HTTP session for each trajectory, also of the older protocol."""
 
 import contextlib
 import random
@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from helpers.fakes import ScriptedEngine
 from helpers.mcp_tools import config, entry
-from helpers.old_mcp_server import OldServer
+from helpers.old_mcp_server import TOOL, OldServer
 from helpers.processes import is_running
 from helpers.scripted_rollout import ANSWER, TOKENIZER, prompt
 
+from arpo.errors import UserError
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.sampling.sampler import rollout
-from arpo.tools import make_tools, take_counts
+from arpo.tools import make_tools, take_counts, tool_schemas
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
@@ -122,16 +123,44 @@ def test_a_server_that_cannot_be_started_again_is_a_failure_of_ours(tmp_path):
         assert (lost.error_kind, lost.infra_error) == ("unavailable", True)
 
 
-def test_a_trajectory_has_a_session_of_an_http_server_and_a_new_one_where_that_is_forgotten():
+@pytest.fixture
+def old_server():
+    """The address of a server of the older protocol, over HTTP with sessions."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), OldServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        with running({"url": f"http://127.0.0.1:{server.server_port}/mcp", "max_sessions": 4}) as runner:
-            first, other = (call(runner, 0, "old", trajectory=name).text for name in "01")
-            assert first != other and call(runner, 1, "old").text == first
-            OldServer.sessions.discard(first.removeprefix("in "))
-            anew = call(runner, 2, "old")
-            assert anew.text not in (first, other) and anew.replayed == 2
-            assert call(runner, 1, "old", trajectory="1").text == other
-    finally:
-        server.shutdown()
+    yield f"http://127.0.0.1:{server.server_port}/mcp"
+    server.shutdown()
+
+
+def test_a_trajectory_has_a_session_of_an_http_server_and_a_new_one_where_that_is_forgotten(old_server):
+    with running({"url": old_server, "max_sessions": 4}) as runner:
+        first, other = (call(runner, 0, "old", trajectory=name).text for name in "01")
+        assert first != other and call(runner, 1, "old").text == first
+        OldServer.sessions.discard(first.removeprefix("in "))
+        anew = call(runner, 2, "old")
+        assert anew.text not in (first, other) and anew.replayed == 2
+        assert call(runner, 1, "old", trajectory="1").text == other
+
+
+def test_a_session_of_all_that_an_http_server_has_forgotten_is_opened_again(old_server, caplog):
+    """As one that was deployed anew does. Also where it does not answer when the old session is closed, for which
+    nobody waits long."""
+    before = OldServer.num_sessions
+    with running({"url": old_server}) as runner:
+        texts = [call(runner, 0, "old").text]
+        OldServer.sessions.clear()
+        texts += [call(runner, turn, "old").text for turn in (1, 2)]
+        assert texts == [f"in s{before + number}" for number in (2, 3, 3)]  # the first was for the list of tools
+        assert take_counts(runner.tools) == {"mcp_restarts": 1}
+    assert "cannot be ended" not in caplog.text
+
+
+def test_tools_that_run_only_as_tasks_are_not_offered(old_server, monkeypatch, caplog):
+    """As server-everything's simulate-research-query, of which every call failed."""
+    tasks = {"free": {"taskSupport": "optional"}, "slow": {"taskSupport": "required"}}
+    listed = [TOOL, *({**TOOL, "name": name, "execution": support} for name, support in tasks.items())]
+    monkeypatch.setattr(OldServer, "tools", listed)
+    assert list(tool_schemas(config({"url": old_server}))) == ["old", "free"]
+    assert "slow run only as tasks, and are left out" in caplog.text
+    with pytest.raises(UserError, match="its tool 'slow' runs only as a task"):
+        tool_schemas(config({"url": old_server, "tools": ["slow"]}))

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 from helpers.mcp_tools import MCP, config, options
@@ -193,8 +192,3 @@ def test_nothing_that_a_server_says_shows_what_it_was_given(monkeypatch):
 def test_titles_of_a_schema_go_but_not_arguments_of_that_name():
     schema = {"title": "A", "properties": {"title": {"title": "T", "type": "string", "default": {"title": "x"}}}}
     assert without_titles(schema) == {"properties": {"title": {"type": "string", "default": {"title": "x"}}}}
-
-
-def test_the_guard_imports_nothing_of_ours():
-    source = Path(__file__).resolve().parents[3] / "extras" / "tools" / "mcp" / "guard.py"
-    assert "arpo" not in source.read_text()

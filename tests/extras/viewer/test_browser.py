@@ -11,10 +11,7 @@ import pytest
 from helpers import viewer_pages
 from helpers.browser import needs_browser
 from helpers.sample_groups import HOSTILE
-from helpers.viewer_pages import READY, ROWS, make_run, write_page
-
-from arpo.config.sections import RunConfig
-from arpo.log import RunLog
+from helpers.viewer_pages import READY, ROWS, make_run, page_of, write_page
 
 EMPTY_LISTS = ("turns", "segments", "token_ids", "loss_mask", "rollout_logprobs", "token_chars")
 pytestmark = needs_browser
@@ -61,11 +58,7 @@ def test_a_turn_that_was_chosen_afterwards_shows_its_score_and_rank(browser, tmp
     for number, turn in enumerate(turns):
         decision = replace(turn.decision, probability=probability, draw=probability, score=0.2375 + number)
         turn.decision = replace(decision, outcome="branched")
-    log = RunLog(tmp_path, RunConfig(), is_main=True)
-    log.trajectories(30, [group])
-    log.close()
-    write_page(tmp_path)
-    browser.open(tmp_path / "viewer.html", ready=READY)
+    browser.open(page_of(tmp_path, group), ready=READY)
     drawn = browser.js("document.querySelector('main').textContent")
     for number in range(len(turns)):
         rank = len(turns) - number
@@ -99,9 +92,8 @@ def test_hostile_text_is_shown_and_never_executed(browser, shown_run):
 def test_marks_that_turn_the_direction_are_shown_as_marks(browser, shown_run):
     browser.open(shown_run / "viewer.html", "#1/0", ready=READY)
     for selector in ("#about h2", "#prompt-1 .question"):
-        assert (
-            browser.js(f"document.querySelector('{selector}').textContent") == "question 1: ⟨U+202E⟩ltr⟨U+202C⟩ or rtl?"
-        )
+        shown = browser.js(f"document.querySelector('{selector}').textContent")
+        assert shown == "question 1: ⟨U+202E⟩ltr⟨U+202C⟩ or rtl?"
     texts = "#about h2, .question, #about pre, .body pre"
     assert browser.js(f"[...document.querySelectorAll('{texts}')].every(text => text.dir === 'auto')")
 
@@ -132,29 +124,19 @@ def test_no_label_of_the_tree_reaches_beyond_its_cell(browser, shown_run, scale)
 
 def test_tokens_are_coloured_by_logprob_with_numbers_and_underlines(browser, tmp_path, groups):
     group = deepcopy(groups[0])
-    root = group.trajectories[0]
-    root.rollout_logprobs[:3] = [-0.1, -1.5, -4.0]
-    log = RunLog(tmp_path, RunConfig(), is_main=True)
-    log.trajectories(1, [group])
-    log.close()
-    write_page(tmp_path)
-    browser.open(tmp_path / "viewer.html", ready=READY)
+    group.trajectories[0].rollout_logprobs[:3] = [-0.1, -1.5, -4.0]
+    browser.open(page_of(tmp_path, group), ready=READY)
     assert browser.js("document.querySelectorAll('.body .token').length") == 0
     browser.choose("#colour", "logprob")
     assert browser.js("document.querySelector('#turn-0 pre').textContent").startswith("<think>")
-    tokens = browser.js(
-        "[...document.querySelectorAll('#turn-0 .token')].map(t => [t.textContent, t.className, t.title])"
-    )
-    assert [text for text, _, _ in tokens[:3]] == ["<", "t", "h"]  # a token for each byte
-    assert [name.split() for _, name, _ in tokens[:3]] == [["token"], ["token", "some"], ["token", "much"]]
+    shown = "[t.textContent, t.className, t.title, getComputedStyle(t).backgroundColor]"
+    tokens = browser.js(f"[...document.querySelectorAll('#turn-0 .token')].slice(0, 3).map(t => {shown})")
+    assert [text for text, *_ in tokens] == ["<", "t", "h"]  # a token for each byte
+    assert [name.split() for _, name, *_ in tokens] == [["token"], ["token", "some"], ["token", "much"]]
     assert tokens[1][2] == f"token 1: logprob -1.500 (P {math.exp(-1.5):.2f}), entropy 1.000 nats"
-    colours = browser.js(
-        "[...document.querySelectorAll('#turn-0 .token')].map(t => getComputedStyle(t).backgroundColor)"
-    )
-    assert len(set(colours[:3])) == 3
-    assert "logprob of the token: 0 -5 nats and below; -1 -3 and beyond are underlined" in browser.text(
-        "#view"
-    ).replace("\N{MINUS SIGN}", "-")
+    assert len({colour for *_, colour in tokens}) == 3
+    legend = "logprob of the token: 0 -5 nats and below; -1 -3 and beyond are underlined"
+    assert legend in browser.text("#view").replace("\N{MINUS SIGN}", "-")
     assert browser.js("location.hash").endswith("&colour=logprob")
 
 

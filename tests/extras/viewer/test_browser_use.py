@@ -22,7 +22,7 @@ def visible_prompts(browser: Browser) -> list[int]:
 # -- choosing --------------------------------------------------------------------------------------------------------
 
 
-def test_filters_by_stop_reason_reward_reason_and_failed_tool_work_together(browser, shown_run):
+def test_filters_work_alone_and_together_and_the_address_keeps_them(browser, shown_run):
     browser.open(shown_run / "viewer.html", ready=READY)
     options = browser.js(
         "['stop', 'reason', 'tool'].map(id => [...document.getElementById(id).options].map(o => o.text))"
@@ -45,20 +45,10 @@ def test_filters_by_stop_reason_reward_reason_and_failed_tool_work_together(brow
     assert visible_prompts(browser) == [1] and browser.js("document.getElementById('tool').value") == "search: timeout"
     browser.click("#clear")
     assert visible_prompts(browser) == [0, 1, 2] and browser.js("location.hash") == "#1/0"
-
-
-def test_filters_by_text_kind_and_reward_work(browser, shown_run):
-    browser.open(shown_run / "viewer.html", ready=READY)
-    browser.choose("#find", "QUESTION 2")
-    assert visible_prompts(browser) == [2]
-    browser.choose("#find", "")
-    browser.choose("#kind", "mixed")
-    assert visible_prompts(browser) == [0] and browser.js(
-        "document.getElementById('kind').selectedOptions[0].text"
-    ) == ("mixed rewards (1)")
-    browser.choose("#kind", "")
-    browser.choose("#high", "0.2")
-    assert visible_prompts(browser) == [1, 2]
+    for control, value, left in [("find", "QUESTION 2", [2]), ("kind", "mixed", [0]), ("high", "0.2", [1, 2])]:
+        browser.choose(f"#{control}", value)
+        assert visible_prompts(browser) == left, control
+        browser.choose(f"#{control}", "")
 
 
 def test_two_trajectories_are_compared_from_where_they_differ(browser, shown_run, groups):
@@ -127,37 +117,22 @@ def test_the_charts_mark_this_step_and_lead_to_the_nearest_dumped_one(browser, s
     browser.wait(f"document.title.endsWith('step_000009') && {READY}")
 
 
-def test_a_step_without_a_page_says_so(browser, tmp_path, groups):
+def test_a_step_without_a_page_says_so_and_the_report_is_a_click_away(browser, tmp_path, groups):
     run = make_run(tmp_path / "run", groups)
+    (run / "report.md").write_text("# the report")
     write_page(run, "--pages", "1")
     browser.open(run / "viewer.html", ready=READY)
-    option = browser.js(
-        "(() => { const o = document.getElementById('step').options[0]; return [o.text, o.disabled]; })()"
-    )
-    assert option == ["training step 9 (no page: raise --pages)", True]
-    assert browser.js("document.getElementById('previous').disabled")
-
-
-def test_the_report_is_a_click_away_from_every_page(browser, shown_run):
-    for page in (shown_run / "viewer.html", shown_run / "viewer" / "step_000009.html"):
-        browser.open(page, ready=READY)
-        browser.click("#links a")
-        browser.wait("document.body.innerText.includes('the report')")
+    option = "document.getElementById('step').options[0]"
+    assert browser.js(f"{option}.text") == "training step 9 (no page: raise --pages)"
+    assert browser.js(f"{option}.disabled && document.getElementById('previous').disabled")
+    browser.click("#links a")
+    browser.wait("document.body.innerText.includes('the report')")
 
 
 # -- keyboard and screen readers -------------------------------------------------------------------------------------
 
 
-def test_the_arrow_keys_walk_through_prompts_and_trajectories(browser, shown_run):
-    browser.open(shown_run / "viewer.html", ready=READY)
-    browser.press("ArrowDown", "ArrowDown", "ArrowUp", "ArrowRight")
-    assert "question 1" in browser.text("#about")
-    order = browser.js(f"{ROWS}.map(row => row.id)")
-    assert f"row-{selected(browser)}" == order[1] and f"trajectory {selected(browser)}" in browser.text("#text")
-    assert browser.js("location.hash") == f"#1/{selected(browser)}"
-
-
-def test_enter_and_escape_go_from_panel_to_panel(browser, shown_run):
+def test_arrows_walk_through_prompts_and_trajectories_and_enter_and_escape_from_panel_to_panel(browser, shown_run):
     browser.open(shown_run / "viewer.html", ready=READY)
     focused = "document.activeElement.id"
     browser.js("document.getElementById('prompts').focus()")
@@ -175,6 +150,9 @@ def test_enter_and_escape_go_from_panel_to_panel(browser, shown_run):
     assert "question 1" in browser.text("#about") and f"row-{selected(browser)}" == order[1]
     browser.press("Escape", "Escape")
     assert browser.js(focused) == "prompts"
+    browser.press("ArrowRight")
+    assert f"row-{selected(browser)}" == order[2] and f"trajectory {selected(browser)}" in browser.text("#text")
+    assert browser.js("location.hash") == f"#1/{selected(browser)}"
 
 
 def test_every_control_is_reached_with_tab_and_shows_it(browser, shown_run):
@@ -230,15 +208,18 @@ def test_a_screen_reader_is_told_roles_names_and_what_is_selected(browser, shown
 # -- sizes and colours -----------------------------------------------------------------------------------------------
 
 
-def test_a_phone_has_one_column_and_a_desk_two(browser, shown_run):
+def test_a_phone_has_one_column_with_folded_filters_and_a_desk_two(browser, shown_run):
     places = "['nav', 'main'].map(tag => document.querySelector(tag).getBoundingClientRect().left)"
+    folded = "!document.getElementById('filters').open"
     browser.open(shown_run / "viewer.html", ready=READY)
     nav, main = browser.js(places)
     assert main > nav and browser.js("document.documentElement.scrollHeight") == 900  # the page itself does not scroll
-    browser.size(400, 850)
+    assert not browser.js(folded)
+    browser.size(390, 850)
     browser.open(shown_run / "viewer.html", ready=READY)
-    assert browser.js(places) == [0, 0] and browser.js("document.documentElement.scrollWidth") == 400
-    assert browser.js("scrollY") == 0 and not browser.js("document.getElementById('trend').open")
+    assert browser.js(places) == [0, 0] and browser.js("document.documentElement.scrollWidth") == 390
+    assert browser.js("scrollY") == 0 and not browser.js("document.getElementById('trend').open") and browser.js(folded)
+    assert browser.js("document.querySelector('#tree > svg').getBoundingClientRect().left") < 130
     browser.click("#prompt-2")
     assert "question 2" in browser.text("#about")
     assert browser.js("document.getElementById('about').getBoundingClientRect().top") < 100  # and it comes into sight

@@ -27,7 +27,7 @@ def run(tmp_path, groups) -> Path:
     return run
 
 
-def test_each_set_has_a_page_with_all_that_its_processes_sampled(run, groups):
+def test_each_set_has_a_page_with_all_whole_lines_that_its_processes_sampled(run, groups):
     shown = run_data_of(write_page(run))["steps"]
     assert [(one["kind"], one["step"], one["page"]) for one in shown] == [
         ("gaia", None, "viewer/gaia.html"), ("own_12", None, "viewer/own_12.html"),
@@ -37,10 +37,9 @@ def test_each_set_has_a_page_with_all_that_its_processes_sampled(run, groups):
     assert [group["prompt_id"] for group in data["groups"]] == [group.prompt.prompt_id for group in groups]
     write_page(run)
     assert run_data_of((run / "viewer" / "own_12.html").read_text())["steps"][1]["shown"]
-
-
-def test_a_file_of_a_set_stands_for_all_of_it(run):
-    page = write_page(run, "--file", str(run / "trajectories" / "gaia.1.jsonl"))
+    with (run / "trajectories" / "gaia.0.jsonl").open("ab") as file:
+        file.write(b'{"prompt_id": "p')  # the run goes on, or was killed
+    page = write_page(run, "--file", str(run / "trajectories" / "gaia.1.jsonl"))  # which stands for all of the set
     assert data_of(page)["title"] == "eval · gaia" and len(data_of(page)["groups"]) == 3
 
 
@@ -55,13 +54,6 @@ def test_grades_stand_in_the_place_of_the_rewards_and_a_new_grade_makes_a_new_pa
     write_page(run)
     regraded = data_of((run / "viewer" / "gaia.html").read_text())["groups"][0]["trajectories"][1]
     assert regraded["reward"] == 1.0
-
-
-def test_a_run_that_is_going_on_or_was_killed_is_shown_without_its_last_half_line(run):
-    with (run / "trajectories" / "gaia.0.jsonl").open("ab") as file:
-        file.write(b'{"prompt_id": "p')
-    write_page(run)
-    assert len(data_of((run / "viewer" / "gaia.html").read_text())["groups"]) == 3
 
 
 def test_damaged_grades_are_named(run, capsys):

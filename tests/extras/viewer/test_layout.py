@@ -48,14 +48,8 @@ def four_turns() -> list[Group]:
 
 
 def inside(inner: dict, outer: dict) -> bool:
-    return all(
-        (
-            outer["left"] <= inner["left"],
-            inner["right"] <= outer["right"],
-            outer["top"] <= inner["top"],
-            inner["bottom"] <= outer["bottom"],
-        )
-    )
+    is_within = outer["left"] <= inner["left"] and inner["right"] <= outer["right"]
+    return is_within and outer["top"] <= inner["top"] and inner["bottom"] <= outer["bottom"]
 
 
 def test_four_turns_and_their_answers_are_in_sight_and_at_least_seven_rows_of_the_tree(browser, tmp_path, four_turns):
@@ -116,10 +110,8 @@ def test_no_two_labels_of_the_plot_lie_on_each_other(browser, tmp_path, four_tur
     assert [text for text, _ in written if text not in ("P 1", "ΔH, nats")][1:] == labels
     for i, (text, a) in enumerate(written):
         for other, b in written[i + 1 :]:
-            apart = (
-                a["right"] < b["left"] or b["right"] < a["left"] or a["bottom"] <= b["top"] or b["bottom"] <= a["top"]
-            )
-            assert apart, (text, other)
+            beside = a["right"] < b["left"] or b["right"] < a["left"]
+            assert beside or a["bottom"] <= b["top"] or b["bottom"] <= a["top"], (text, other)
 
 
 def test_beside_another_run_its_name_is_written_out(browser, tmp_path, four_turns, capsys):

@@ -4,8 +4,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from copy import deepcopy
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -305,7 +305,8 @@ def test_bad_choices_of_a_dump_say_what_there_is(run, tmp_path, capsys):
         assert stop.value.code == 2 and message in error and error.count("\n") == 1
 
 
-def with_value(*path: str | int, value: object, line: str) -> str:
+def put(line: str, path: tuple, value: object) -> str:
+    """The line with another value there."""
     row = part = json.loads(line)
     for key in path[:-1]:
         part = part[key]
@@ -313,38 +314,38 @@ def with_value(*path: str | int, value: object, line: str) -> str:
     return json.dumps(row)
 
 
-WRONG_VALUES = [
-    (["messages"], None), (["messages"], {}), (["messages"], [None]), (["answers"], None), (["answers"], 4),
-    (["answers"], [4]), (["question"], ["parts"]), (["prompt_id"], ["a"]), (["trajectory_id"], 0), (["parent_id"], 1),
-    (["fork_at"], 1 << 40), (["reward_parts"], {"accuracy": "1"}), (["advantage"], {}),
-    (["turns", 0, "entropy"], "high"), (["turns", 0, "tool_calls", 0, "seconds"], "1"),
-    (["turns", 0, "tool_calls", 0, "argument"], None), (["turns", 0, "tool_calls", 0, "ok"], 1),
-    (["turns", 0, "decision"], {"entropy": 1}), (["turns", 0, "end"], -1), (["turns", 0, "start"], True),
-    (["segments", 0], ["text"]), (["stop_reason"], 3), (["token_chars"], [0.5]), (["contexts"], [4]),
-]  # fmt: skip
+def places(tree: object, path: tuple = ()) -> Iterator[tuple]:
+    """The paths of what stands in a line, of a list's entries only the first one's. Messages and a tool's `info` may
+    have anything in them."""
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree[:1]) if isinstance(tree, list) else ()
+    for key, child in children:
+        yield (*path, key)
+        if key != "messages":
+            yield from places(child, (*path, key))
 
 
-BROKEN_LINES = [
-    lambda line: line[:200],  # a killed run leaves half a line
-    lambda line: "[1, 2]",
-    lambda line: line.replace('"question"', '"query"'),
-    lambda line: line.replace('"probability"', '"chance"').replace('"start"', '"begin"'),
-    lambda line: line.replace('"loss_mask": [', '"loss_mask": [1, '),
-    lambda line: line.replace('"segments": [', '"segments": [["more", true], '),
-    lambda line: line.replace('"reward": 1.0', '"reward": "good"'),
-    *(partial(with_value, *path, value=value) for path, value in WRONG_VALUES),
-]
-
-
-@pytest.mark.parametrize("damage", BROKEN_LINES)
-def test_a_malformed_line_is_named(run, damage):
+def test_a_malformed_line_is_named_also_with_one_value_of_another_type_wherever_it_stands(run):
     dump = run / "trajectories" / "step_000010.jsonl.gz"
-    lines = read_dump(dump).splitlines()
-    lines[1] = damage(line=lines[1])
-    write_dump(dump, "\n".join(lines) + "\n")
-    with pytest.raises(UserError, match=r"step_000010\.jsonl\.gz:2: not a trajectory") as error:
-        reading.read_groups([dump], None, 200)
-    assert "\n" not in str(error.value)
+    good = next(line for line in read_dump(dump).splitlines() if json.loads(line)["turns"][1]["decision"])
+    odd = [path for path in places(json.loads(good)) if path[-1] != "info"]
+    assert ("turns", 0, "tool_calls", 0, "argument") in odd
+    odd += [("turns", 1, "decision"), ("turns", 1, "decision", "draw")]
+    wrong = {("fork_at",): 1 << 40, ("turns", 0, "end"): -1, ("turns", 0, "start"): True, ("messages",): None}
+    for line in [
+        good[:200],  # a killed run leaves half a line
+        "[1, 2]",
+        good.replace('"question"', '"query"'),
+        good.replace('"probability"', '"chance"'),
+        good.replace('"loss_mask": [', '"loss_mask": [1, '),
+        good.replace('"segments": [', '"segments": [["more", true], '),
+        *(put(good, path, value) for path, value in wrong.items()),
+        *(put(good, path, {"odd": [None]}) for path in odd),
+    ]:
+        assert line != good
+        write_dump(dump, f"{good}\n{line}\n")
+        with pytest.raises(UserError, match=r"step_000010\.jsonl\.gz:2: not a trajectory") as error:
+            reading.read_groups([dump], None, 200)
+        assert "\n" not in str(error.value), line
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda data: b"x" + data[1:], lambda data: b""])
