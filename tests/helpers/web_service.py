@@ -122,7 +122,7 @@ async def no_http_at_all(request: web.Request) -> web.StreamResponse:
 
 
 async def ten_megabytes(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse()
+    response = web.StreamResponse(headers={"Content-Type": "text/html"})
     await response.prepare(request)
     for _ in range(160):
         await response.write(b"x" * 65536)
@@ -130,7 +130,7 @@ async def ten_megabytes(request: web.Request) -> web.StreamResponse:
 
 
 async def slowly(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse()
+    response = web.StreamResponse(headers={"Content-Type": "text/html"})
     await response.prepare(request)
     while True:
         await response.write(b" ")

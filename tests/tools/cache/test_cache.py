@@ -1,6 +1,5 @@
 """The search cache: real SQLite, real processes, some of them killed."""
 
-import logging
 import os
 import resource
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.caches import damage_value, entries_of, filled, get, put
 from helpers.forked import in_processes, killed
+from helpers.records import logged
 
 from arpo.errors import UserError
 from arpo.tools.cache import sqlite_files
@@ -27,19 +27,14 @@ def path(tmp_path) -> Path:
 # ---- reading and writing
 
 
-def test_an_answer_is_kept_for_later_runs(path):
+def test_the_first_answer_wins_and_is_kept_for_later_runs(path):
     cache = CacheFile(path)
-    put(cache, "otter", "Page 1: wet Straße")
+    put(cache, 'the "Silver Otter"', "Page 1: wet Straße")
+    put(cache, 'the "Silver Otter"', "second")
     assert get(cache, "fox") is None
     cache.close()
-    assert get(CacheFile(path), "otter") == "Page 1: wet Straße"
-
-
-def test_the_first_answer_wins(path):
-    cache = CacheFile(path)
-    put(cache, "otter", "first")
-    put(cache, "otter", "second")
-    assert get(cache, "otter") == "first"
+    later = CacheFile(path)
+    assert get(later, 'the "Silver Otter"') == later.get_any("the Silver Otter") == "Page 1: wet Straße"
 
 
 def test_the_key_holds_all_that_changes_the_answer():
@@ -49,13 +44,10 @@ def test_the_key_holds_all_that_changes_the_answer():
     assert cache_key("b", {"x": 1, "y": 2}, "q") == cache_key("b", {"y": 2, "x": 1}, "q")
 
 
-def test_queries_are_compared_as_the_released_code_sends_them(path):
+def test_queries_are_compared_as_the_released_code_sends_them():
     assert clean_query(' "Silver  Otter"\n\x00height ') == "Silver Otter height"
     assert clean_query("Otter") != clean_query("otter")
     assert clean_query(clean_query("word " * 200)) == clean_query("word " * 200) and len(clean_query("é" * 999)) == 512
-    cache = CacheFile(path)
-    put(cache, 'the "Silver Otter"', "wet")
-    assert cache.get_any("the Silver Otter") == "wet"
 
 
 def test_a_replay_takes_the_first_recorded_answer_of_any_backend(path):
@@ -79,32 +71,21 @@ def test_no_results_expires_while_recording_but_not_in_a_replay(path):
     assert get(cache, "new film") == "Page 1: out now" and get(cache, "old film") == "Page 1: seen"
 
 
-def test_a_forked_process_can_go_on_using_the_cache(path):
+# ---- many writers, some killed
+
+
+def test_eight_forked_writers_lose_no_row(path):
     cache = CacheFile(path)
     put(cache, "parent", "1")
     of_parent = cache.connection()
 
-    def child(number: int) -> tuple[bool, str | None]:
-        put(cache, f"child {number}", "2")
-        return cache.connection() is of_parent, get(cache, "parent")
-
-    assert in_processes(child, 3) == [(False, "1")] * 3
-    assert [get(cache, f"child {i}") for i in range(3)] == ["2"] * 3
-
-
-# ---- many writers, some killed
-
-
-def test_eight_writers_lose_no_row(path):
-    def write(number: int) -> bool:
-        cache = CacheFile(path)
+    def write(number: int) -> tuple[bool, str | None]:
         for i in range(500):
             put(cache, f"{number} {i}", "text" * 100)
-        return cache.usable
+        return cache.usable and cache.connection() is not of_parent, get(cache, "parent")
 
-    assert in_processes(write, 8) == [True] * 8
-    cache = CacheFile(path)
-    assert sum(1 for _ in entries_of(cache)) == 8 * 500
+    assert in_processes(write, 8) == [(True, "1")] * 8
+    assert sum(1 for _ in entries_of(cache)) == 1 + 8 * 500
     assert get(cache, "7 499") == "text" * 100
 
 
@@ -129,28 +110,22 @@ def test_killed_writers_lose_no_acknowledged_row(path):
 # ---- files that cannot be used
 
 
-def damage_garbage(path: Path) -> None:
-    path.write_bytes(b"\x93garbage" * 4096)
+DAMAGE = {
+    "garbage": lambda whole: b"\x93garbage" * 4096,
+    "truncated": lambda whole: whole[: len(whole) // 2],
+    "zeros": lambda whole: whole[:4096] + bytes(4096) + whole[8192:],
+}
 
 
-def damage_truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def damage_flip(path: Path) -> None:
-    blob = bytearray(path.read_bytes())
-    blob[4096:8192] = bytes(4096)
-    path.write_bytes(bytes(blob))
-
-
-DAMAGE = [damage_garbage, damage_truncate, damage_flip]
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_corrupt_file_is_kept_aside_and_the_run_goes_on(path, caplog, damage):
+@pytest.fixture(params=DAMAGE)
+def broken(request, path) -> bytes:
+    """What a cache's file holds once it was damaged."""
     filled(path)
-    damage(path)
-    broken = path.read_bytes()
+    path.write_bytes(DAMAGE[request.param](path.read_bytes()))
+    return path.read_bytes()
+
+
+def test_a_corrupt_file_is_kept_aside_and_the_run_goes_on(path, caplog, broken):
     cache = CacheFile(path)
     put(cache, "otter", "wet")
     assert get(cache, "otter") == "wet"
@@ -160,36 +135,25 @@ def test_a_corrupt_file_is_kept_aside_and_the_run_goes_on(path, caplog, damage):
     assert "cache.sqlite: corrupt cache" in caplog.text and "sqlite3 OLD .recover | sqlite3 NEW" in caplog.text
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_replay_refuses_a_corrupt_file_and_leaves_it(path, damage):
-    filled(path)
-    damage(path)
-    broken = path.read_bytes()
+def test_a_replay_refuses_a_corrupt_file_and_leaves_it(path, broken):
     with pytest.raises(UserError, match=r"cache\.sqlite: cannot read the cache .*\.recover"):
         CacheFile(path, read_only=True)
     assert path.read_bytes() == broken and not list(path.parent.glob("*.corrupt-*"))
 
 
-def test_a_damaged_answer_is_asked_for_again_and_the_others_are_kept(path, caplog):
+def test_a_damaged_answer_ends_a_replay_and_is_asked_for_again_where_the_others_are_kept(path, caplog):
     filled(path)
     damage_value(path, "q7")
-    cache = CacheFile(path)
+    replay, cache = CacheFile(path, read_only=True), CacheFile(path)
+    assert get(replay, "q8") is not None
+    with pytest.raises(UserError, match=r"cache\.sqlite: cannot read the cache \(damaged entry: .*record it anew"):
+        get(replay, "q7")
     assert get(cache, "q7") is None and get(cache, "q8") is not None
-    assert (
-        len(caplog.records) == 1 and "cache.sqlite: damaged entry" in caplog.text and "asked for again" in caplog.text
-    )
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "cache.sqlite: damaged entry" in warning and "asked for again" in warning
     put(cache, "q7", "as good as new")
     cache.close()
     assert get(CacheFile(path, read_only=True), "q7") == "as good as new"
-
-
-def test_a_replay_stops_at_a_damaged_answer(path):
-    filled(path)
-    damage_value(path, "q7")
-    cache = CacheFile(path, read_only=True)
-    assert get(cache, "q8") is not None
-    with pytest.raises(UserError, match=r"cache\.sqlite: cannot read the cache \(damaged entry: .*record it anew"):
-        get(cache, "q7")
 
 
 def test_an_index_that_does_not_fit_its_table_is_noticed(path):
@@ -207,7 +171,7 @@ def test_an_index_that_does_not_fit_its_table_is_noticed(path):
 
 def test_ranks_that_find_a_corrupt_file_together_begin_one_new_file(path):
     filled(path)
-    damage_truncate(path)
+    path.write_bytes(DAMAGE["truncated"](path.read_bytes()))
 
     def start(number: int) -> bool:
         cache = CacheFile(path)
@@ -224,7 +188,7 @@ def test_a_file_that_breaks_while_another_run_uses_it_is_not_moved_under_it(path
     user = CacheFile(path)
     put(user, "otter", "wet")
     user.connection().execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    damage_garbage(path)
+    path.write_bytes(DAMAGE["garbage"](b""))
     newcomer = CacheFile(path)
     put(newcomer, "fox", "red")
     assert not newcomer.usable and len(caplog.records) == 1
@@ -252,15 +216,12 @@ def test_a_cache_that_cannot_be_made_costs_one_warning(tmp_path, caplog):
 
 def test_a_full_disk_ends_writing_with_one_warning_and_never_reading(path):
     def fill(_: int) -> tuple[bool, bool, list[str]]:
-        messages: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: messages.append(record.getMessage())
-        logging.getLogger("arpo").addHandler(handler)
         cache = CacheFile(path)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-        for i in range(2000):
-            put(cache, f"q{i}", os.urandom(500).hex())
+        with logged() as messages:
+            for i in range(2000):
+                put(cache, f"q{i}", os.urandom(500).hex())
         return cache.usable, get(cache, "q5") is not None, messages
 
     [(usable, still_read, messages)] = in_processes(fill)
@@ -287,8 +248,7 @@ def test_a_recorded_cache_can_be_replayed_from_a_read_only_folder():
 def test_a_network_file_system_is_recognised_and_refused(path, monkeypatch):
     output = subprocess.run(["stat", "-f", "-c", "%t", path.parent], capture_output=True, text=True, check=True).stdout
     monkeypatch.setitem(sqlite_files.NETWORK_FILESYSTEMS, int(output, 16), "TestFS")  # the real magic of this disk
-    with pytest.raises(
-        UserError, match=r"cache\.sqlite: is on TestFS, .*set tools\.search\.cache to a file on a local"
-    ):
+    words = r"cache\.sqlite: is on TestFS, .*set tools\.search\.cache to a file on a local"
+    with pytest.raises(UserError, match=words):
         CacheFile(path)
     assert not path.exists()

@@ -8,7 +8,7 @@ import pytest
 from helpers.web_service import FakeTime, WebService, found, never, says
 
 from arpo.errors import Outage, UserError
-from arpo.tools.http.client import HttpClient, Unavailable, probe
+from arpo.tools.http.client import HttpClient, Unavailable, chat_url, probe
 from arpo.tools.http.policy import BreakerOpen, HttpPolicy, Throttle
 
 
@@ -57,30 +57,29 @@ class Posts:
 
 
 @pytest.mark.parametrize(
-    "status, kind",
+    ("answer", "kind"),
     [
-        (500, Outage), (502, Outage), (503, Outage), (429, Outage), (408, Outage),
-        (400, UserError), (402, UserError), (404, UserError), (302, UserError), (401, UserError), (403, UserError),
+        *((says("no", status), Outage) for status in (500, 502, 503, 429, 408)),
+        *((says("no", status), UserError) for status in (400, 402, 404, 302, 401, 403)),
+        (says("<html>"), UserError),
+        (None, Outage),
     ],
-)  # fmt: skip
-def test_a_service_that_is_down_is_told_from_a_mistake(service, fake_time, status, kind):
-    service.then(says("no", status))
+)
+def test_a_service_that_is_down_is_told_from_a_mistake(service, fake_time, answer, kind):
     client = Posts(service, fake_time).client
+    service.then(answer) if answer else service.stop()
     with pytest.raises(UserError) as error:
         asyncio.run(probe(client, {}, lambda tree: tree, "tests:", "start it"))
     assert type(error.value) is kind
 
 
-def test_an_answer_that_is_not_json_is_a_mistake_and_none_at_all_is_not(service, fake_time):
-    service.then(says("<html>"))
-    client = Posts(service, fake_time).client
-    with pytest.raises(UserError, match="unusable answer") as error:
-        asyncio.run(probe(client, {}, lambda tree: tree, "tests:", "start it"))
-    assert not isinstance(error.value, Outage)
-    service.stop()
-    client = Posts(service, fake_time).client
-    with pytest.raises(Outage):
-        asyncio.run(probe(client, {}, lambda tree: tree, "tests:", "start it"))
+WHOLE = "http://host:8001/v1/chat/completions"
+OWN = ["http://host/judge", "http://host/openai/deployments/x/chat/completions?version=1"]
+BASES = ["http://host:8001", "http://host:8001/", "http://host:8001/v1", "http://host:8001/v1/"]
+
+
+def test_the_base_url_of_a_chat_is_completed_and_an_address_with_a_path_of_its_own_is_left_alone():
+    assert [chat_url(address) for address in (*BASES, WHOLE, *OWN)] == [*[WHOLE] * 5, *OWN]
 
 
 # ---- one call
