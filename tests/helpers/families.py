@@ -32,6 +32,13 @@ def edited_template(family: str, changes: dict[str, str]) -> str:
     return template
 
 
+def opening_template() -> str:
+    """Qwen2.5's, but its prompt opens a thought, as those of QwQ, Qwen3's thinking models and the R1 distills do."""
+    template = (TEMPLATES / "qwen2_5.jinja").read_text()
+    before, generation_prompt, end = template.rpartition("<|im_start|>assistant\\n")
+    return f"{before}{generation_prompt}<think>\\n{end}"
+
+
 def words_of(family: str) -> pre_tokenizers.PreTokenizer:
     """Parts a text into what may become one token."""
     if family not in ("llama3_1", *XML_FAMILIES):

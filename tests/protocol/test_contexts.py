@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from helpers.fakes import EchoTool, ScriptedEngine
-from helpers.families import TEMPLATES, hermes_codec
+from helpers.fakes import ScriptedEngine
+from helpers.families import TEMPLATES, hermes_codec, opening_template
 from helpers.scripted_rollout import ANSWER, CALL, CODEC, SHORT, TOKENIZER, play, prompt
 
-from arpo.batch import collate, row_of
+from arpo.batch import row_of
 from arpo.errors import UserError
 from arpo.log.dumps import dump_line, read_dump
 from arpo.options import BranchingConfig
@@ -15,7 +15,7 @@ from arpo.protocol import HermesCodec, TagsCodec
 from arpo.protocol.contexts import NOTES, REQUEST
 from arpo.protocol.hermes import HermesRules
 from arpo.sampling.carried_state import from_plain, to_plain
-from arpo.trajectory import Prompt, StopReason, Trajectory
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 from extras.viewer.groups import trajectory_view
 
 ALONE = replace(SHORT, group_size=1)
@@ -40,24 +40,22 @@ def script(_prompt, _path, turn):
     return [CALL, CALL, "what I know", CALL, ANSWER][turn]
 
 
-def test_append_goes_on_behind_all_that_was_sampled_and_read():
-    engine = ScriptedEngine(TOKENIZER, lambda _p, _t, turn: ANSWER if turn == 2 else CALL)
-    [group] = play(None, cfg=ALONE, branching=ONE, engine=engine)
-    [trajectory] = group.trajectories
-    asked = sampled(engine)
-    assert trajectory.contexts == [] and asked[1].startswith(asked[0]) and asked[2].startswith(asked[1])
-
-
-def test_notes_take_the_place_of_what_was_before_them():
+@pytest.fixture
+def noted() -> tuple[ScriptedEngine, Group, Trajectory]:
+    """A rollout that sums up once, in its third turn."""
     engine = ScriptedEngine(TOKENIZER, script)
     [group] = play(None, cfg=SUMMARY, branching=ONE, engine=engine)
     [trajectory] = group.trajectories
+    return engine, group, trajectory
+
+
+def test_notes_take_the_place_of_what_was_before_them(noted):
+    engine, _, trajectory = noted
     asked = sampled(engine)
     assert asked[2].endswith(f"found{REQUEST}\n</result>") and asked[3] == ASKED
     assert asked[4].startswith(ASKED + CALL) and REQUEST not in asked[4]
-    assert [spec.stop for _, _, spec in engine.submitted] == [("</python>", "</search>")] * 2 + [()] + [
-        ("</python>", "</search>")
-    ] * 2
+    stops = ("</python>", "</search>")
+    assert [spec.stop for _, _, spec in engine.submitted] == [stops, stops, (), stops, stops]
     assert engine.submitted[2][2].max_tokens == 40
     assert texts_of(trajectory) == [CALL, CALL, "what I know", CALL, ANSWER]
     assert [turn.is_note for turn in trajectory.turns] == [False, False, True, False, False]
@@ -66,9 +64,8 @@ def test_notes_take_the_place_of_what_was_before_them():
     assert context.start == trajectory.turns[3].start and TOKENIZER.decode(context.token_ids) == ASKED
 
 
-def test_the_policy_learns_its_notes_and_not_what_it_was_told():
-    [group] = play(script, cfg=SUMMARY, branching=ONE)
-    [trajectory] = group.trajectories
+def test_the_policy_learns_its_notes_and_not_what_it_was_told(noted):
+    _, _, trajectory = noted
     by_model = "".join(text for text, ours in trajectory.segments if ours)
     assert by_model == CALL * 2 + "what I know" + CALL + ANSWER and REQUEST in trajectory.text
     assert ("what I know", True) in trajectory.segments and sum(trajectory.token_chars) == len(trajectory.text)
@@ -77,25 +74,14 @@ def test_the_policy_learns_its_notes_and_not_what_it_was_told():
         assert not any(trajectory.loss_mask[turn.end : turn.result_end])
 
 
-def test_a_row_is_what_the_engine_was_asked_and_answered():
-    engine = ScriptedEngine(TOKENIZER, script)
-    [group] = play(None, cfg=SUMMARY, branching=ONE, engine=engine)
-    [trajectory] = group.trajectories
-    row = row_of(group, trajectory)
+def test_a_row_is_what_the_engine_was_asked_and_answered(noted):
+    engine, group, trajectory = noted
     for _, token_ids, _ in engine.submitted:
-        assert any(list(ids[: len(token_ids)]) == token_ids for _, _, ids in row.sequences)
-    # the turn after the note, which follows it without a tool result between (loss.ratio_over turn)
-    assert collate([row]).starts_context.nonzero().tolist() == [[0, trajectory.turns[3].start]]
+        assert any(list(ids[: len(token_ids)]) == token_ids for _, _, ids in row_of(group, trajectory).sequences)
 
 
 def test_a_tool_that_is_called_in_a_note_does_not_run():
-    tool = EchoTool("search", "found")
-    [group] = play(
-        lambda _p, _t, turn: CALL if turn < 3 else ANSWER,
-        cfg=SUMMARY,
-        branching=ONE,
-        tools=[tool, EchoTool("python", "")],
-    )
+    [group] = play(lambda _p, _t, turn: CALL if turn < 3 else ANSWER, cfg=SUMMARY, branching=ONE)
     [trajectory] = group.trajectories
     assert trajectory.turns[2].is_note and texts_of(trajectory)[2] == CALL and len(trajectory.tool_calls) == 2
     assert trajectory.stop_reason == StopReason.EOS
@@ -125,13 +111,9 @@ def test_thoughts_of_earlier_turns_are_left_out_and_all_are_trained_behind_what_
 
 def reasoning_codec(*, opens: bool) -> HermesCodec:
     """Qwen2.5's template, but it leaves the thoughts of earlier turns out, and may open the next one's, as QwQ's."""
-    template = (TEMPLATES / "qwen2_5.jinja").read_text()
-    template = template.replace(
-        "message.content + '<|im_end|>'", "message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>'"
-    )
-    if opens:
-        template = template.replace("<|im_start|>assistant\\n'", "<|im_start|>assistant\\n<think>\\n'")
-    return hermes_codec("qwen2_5", chat_template=template)
+    template = opening_template() if opens else (TEMPLATES / "qwen2_5.jinja").read_text()
+    shown = "message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>'"
+    return hermes_codec("qwen2_5", chat_template=template.replace("message.content + '<|im_end|>'", shown))
 
 
 @pytest.mark.parametrize("opens", [False, True])
@@ -206,11 +188,8 @@ def test_a_branch_has_the_contexts_of_its_parent_up_to_the_fork(selector):
 
 
 def test_a_trajectory_ends_as_too_long_where_no_further_context_fits_into_a_row():
-    [group] = play(
-        lambda _p, _t, turn: "what I know" if turn % 3 == 2 else CALL,
-        cfg=replace(SUMMARY, max_trajectory_tokens=1500, max_tool_calls=50),
-        branching=ONE,
-    )
+    cfg = replace(SUMMARY, max_trajectory_tokens=1500, max_tool_calls=50)
+    [group] = play(lambda _p, _t, turn: "what I know" if turn % 3 == 2 else CALL, cfg=cfg, branching=ONE)
     [trajectory] = group.trajectories
     assert trajectory.stop_reason == StopReason.LENGTH and trajectory.contexts
     assert row_of(group, trajectory).num_tokens <= 1500
@@ -246,16 +225,11 @@ def test_a_policy_that_has_no_context_for_a_note_is_named(tmp_path):
         play(script, cfg=replace(SUMMARY, context=context), branching=ONE)
 
 
-def test_the_viewer_shows_each_turn_with_its_own_text():
-    [group] = play(script, cfg=SUMMARY, branching=ONE)
-    view = trajectory_view(group.trajectories[0])
+def test_viewer_dumps_and_checkpoints_hold_turns_and_contexts(noted, tmp_path):
+    _, group, trajectory = noted
+    view = trajectory_view(trajectory)
     assert [turn["text"] for turn in view["turns"]] == [CALL, CALL, "what I know", CALL, ANSWER]
     assert view["new_contexts"] == [3]
-
-
-def test_dumps_and_checkpoints_hold_contexts(tmp_path):
-    [group] = play(script, cfg=SUMMARY, branching=ONE)
-    [trajectory] = group.trajectories
     assert from_plain(Trajectory, to_plain(trajectory)) == trajectory
     (tmp_path / "step.jsonl").write_bytes(dump_line(group, trajectory, {}))
     [(_, read, _)] = read_dump(tmp_path / "step.jsonl")

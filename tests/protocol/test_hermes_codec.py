@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers.families import HERMES_FAMILIES, SCHEMAS, dialogue, edited_template, hermes_codec, pieces
+from helpers.families import HERMES_FAMILIES, SCHEMAS, dialogue, edited_template, hermes_codec, opening_template, pieces
 
 from arpo.errors import UserError
 from arpo.protocol import HermesCodec
@@ -41,9 +41,9 @@ def after(codec: HermesCodec, *texts: str, max_tokens: int = 4000) -> list[int]:
     return codec.encode_results(results(*texts), max_tokens, last_token=codec.tokenizer.eos_token_id)[1]
 
 
-def messages_of(family: str) -> list[dict]:
-    """The conversation as a client of the template has it: fields, and thoughts in the content."""
-    called = [{"type": "function", "function": call} for call in (CODE, QUERY)]
+def messages_of(family: str, *, wrapped: bool) -> list[dict]:
+    """The conversation, with thoughts in the content; `wrapped` as a client of the template has its calls."""
+    called = [{"type": "function", "function": call} if wrapped else call for call in (CODE, QUERY)]
     return [
         *ASKED,
         {"role": "assistant", "content": SAID[family], "tool_calls": called},
@@ -53,10 +53,10 @@ def messages_of(family: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("family", HERMES_FAMILIES)
-def test_a_trajectory_of_two_calls_is_the_whole_template_token_for_token(family):
+def test_trajectories_and_sft_rows_are_the_whole_template_token_for_token(family):
     codec = hermes_codec(family)
     tokenizer, eos = codec.tokenizer, codec.tokenizer.eos_token_id
-    whole = tokenizer.apply_chat_template(messages_of(family), tools=FUNCTIONS, tokenize=False)
+    whole = tokenizer.apply_chat_template(messages_of(family, wrapped=True), tools=FUNCTIONS, tokenize=False)
     prompt = codec.render_prompt(ASKED)
     sampled = [*tokenizer.encode(turn_text(family, CODE, QUERY)), eos]
     answer = [*tokenizer.encode(ANSWERS[family]), eos]
@@ -66,19 +66,14 @@ def test_a_trajectory_of_two_calls_is_the_whole_template_token_for_token(family)
     asked = tokenizer.apply_chat_template(ASKED, tools=FUNCTIONS, tokenize=False, add_generation_prompt=True)
     assert prompt == tokenizer.encode(asked) and '"name": "python"' in asked
 
-
-@pytest.mark.parametrize("family", HERMES_FAMILIES)
-def test_what_follows_a_turn_is_the_same_text_whatever_the_turn_was(family):
-    between = {
-        "qwen": "\n<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\nb\n</tool_response>"
-        "<|im_end|>\n<|im_start|>assistant\n",
-        "hermes": "\n<|im_start|>tool\n"
-        '<tool_response>\n{"name": "python", "content": "2"}\n</tool_response> <|im_end|>\n'
-        '<|im_start|>tool\n<tool_response>\n{"name": "search", "content": "b"}\n</tool_response> <|im_end|>\n'
-        "<|im_start|>assistant\n",
-    }
-    codec = hermes_codec(family)
-    assert codec.tokenizer.decode(after(codec, "2", "b")) == between["hermes" if family == "hermes" else "qwen"]
+    trained = codec.render_conversation(messages_of(family, wrapped=False))
+    assert trained.token_ids == row
+    assert [text for text, mask in pieces(codec, trained) if mask] == [
+        turn_text(family, CODE, QUERY) + "<|im_end|>", ANSWERS[family] + "<|im_end|>",
+    ]  # fmt: skip
+    in_text = messages_of(family, wrapped=False)
+    in_text[2] = {"role": "assistant", "content": turn_text(family, CODE, QUERY)}
+    assert codec.render_conversation(in_text) == trained
 
 
 def test_without_thinking_qwen3_goes_on_behind_an_empty_thought_which_its_template_drops_later():
@@ -139,7 +134,7 @@ def test_the_results_of_a_turn_share_its_budget(family, budget):
         assert max(sizes) - min(sizes) < 12 and sum(sizes) > 500
 
 
-def test_a_result_that_fits_beside_a_long_one_is_not_cut():
+def test_the_longest_share_leaves_room_for_what_is_shorter():
     assert longest_share([100, 10, 300], 210) == 100 and longest_share([100, 10, 300], 150) == 70
     assert longest_share([5, 6], 100) == 6 and longest_share([5, 6], -1) < 0
 
@@ -187,10 +182,7 @@ def test_sampled_tokens_are_parsed(special):
 
 
 def test_calls_in_a_thought_that_the_generation_prompt_opened_are_none():
-    template = hermes_codec("qwen2_5").tokenizer.chat_template
-    before, generation_prompt, end = template.rpartition("<|im_start|>assistant\\n")
-    template = f"{before}{generation_prompt}<think>\\n{end}"
-    opened = hermes_codec("qwen2_5", chat_template=template)
+    opened = hermes_codec("qwen2_5", chat_template=opening_template())
     assert opened._opened == "<think>\n" and opened.tokenizer.decode(after(opened, "2")).endswith("<think>\n")
     ids = opened.tokenizer.encode(f"or {call_text('qwen2_5', QUERY)}?</think>{call_text('qwen2_5', CODE)}")
     assert [call.tag for call in opened.calls(ids, "eos", None, ("python", "search"))] == ["python"]
@@ -218,41 +210,9 @@ def test_a_template_without_tools_is_refused_in_one_line(family, changes, messag
 # ---- SFT
 
 
-def conversation(family: str) -> list[dict]:
-    return [
-        *ASKED,
-        {"role": "assistant", "content": SAID[family], "tool_calls": [CODE, QUERY]},
-        *({"role": "tool", "name": c["name"], "content": text} for c, text in zip((CODE, QUERY), RESULTS, strict=True)),
-        {"role": "assistant", "content": ANSWERS[family]},
-    ]
-
-
-@pytest.mark.parametrize("family", HERMES_FAMILIES)
-def test_an_sft_row_is_the_whole_template_with_loss_on_what_the_assistant_says(family):
-    codec = hermes_codec(family)
-    row = codec.render_conversation(conversation(family))
-    whole = codec.tokenizer.apply_chat_template(messages_of(family), tools=FUNCTIONS, tokenize=False)
-    assert row.token_ids == codec.tokenizer.encode(whole)
-    assert pieces(codec, row) == [
-        (codec.tokenizer.decode(codec.render_prompt(ASKED)), 0),
-        (turn_text(family, CODE, QUERY) + "<|im_end|>", 1),
-        (codec.tokenizer.decode(after(codec, *RESULTS)), 0),
-        (ANSWERS[family] + "<|im_end|>", 1),
-        ("\n", 0),
-    ]
-
-
-@pytest.mark.parametrize("family", HERMES_FAMILIES)
-def test_calls_in_the_text_are_the_row_of_calls_in_fields(family):
-    codec = hermes_codec(family)
-    plain = [m for m in conversation(family)]
-    plain[2] = {"role": "assistant", "content": turn_text(family, CODE, QUERY)}
-    assert codec.render_conversation(plain) == codec.render_conversation(conversation(family))
-
-
 def test_an_sft_row_is_what_a_rollout_would_have_made_of_it():
     codec = hermes_codec("qwen3", enable_thinking=False)
-    row = codec.render_conversation(conversation("qwen3"))
+    row = codec.render_conversation(messages_of("qwen3", wrapped=False))
     eos = codec.tokenizer.eos_token_id
     turns = [[*codec.encode(text), eos] for text in (turn_text("qwen3", CODE, QUERY), ANSWERS["qwen3"])]
     made = [*codec.render_prompt(ASKED), *turns[0], *after(codec, *RESULTS), *turns[1]]
@@ -261,9 +221,11 @@ def test_an_sft_row_is_what_a_rollout_would_have_made_of_it():
 
 def test_several_questions_of_a_row_are_trained_where_the_template_leaves_turns_as_they_are():
     codec = hermes_codec("qwen2_5")
-    twice = [*conversation("qwen2_5"), *dialogue("u:and?", "a:\\boxed{3}")]
+    twice = [*messages_of("qwen2_5", wrapped=False), *dialogue("u:and?", "a:\\boxed{3}")]
     row = codec.render_conversation(twice)
-    whole = codec.tokenizer.apply_chat_template([*messages_of("qwen2_5"), *twice[-2:]], tools=FUNCTIONS, tokenize=False)
+    whole = codec.tokenizer.apply_chat_template(
+        [*messages_of("qwen2_5", wrapped=True), *twice[-2:]], tools=FUNCTIONS, tokenize=False
+    )
     assert row.token_ids == codec.tokenizer.encode(whole)
     assert [text for text, mask in pieces(codec, row) if mask][1:] == [
         f"{ANSWERS['qwen2_5']}<|im_end|>", "\\boxed{3}<|im_end|>",
@@ -271,7 +233,9 @@ def test_several_questions_of_a_row_are_trained_where_the_template_leaves_turns_
     last = codec.render_conversation(twice, train_turns="last")
     assert [text for text, mask in pieces(codec, last) if mask] == ["\\boxed{3}<|im_end|>"]
     with pytest.raises(ValueError, match=r"rewrites earlier turns .*data\.train_turns=last"):
-        hermes_codec("qwen3").render_conversation([*conversation("qwen3"), *dialogue("u:and?", "a:<think>x</think>3")])
+        hermes_codec("qwen3").render_conversation(
+            [*messages_of("qwen3", wrapped=False), *dialogue("u:and?", "a:<think>x</think>3")]
+        )
 
 
 def test_a_row_may_bring_its_own_functions_or_none():

@@ -1,5 +1,6 @@
 import pytest
 from helpers.fakes import byte_tokenizer
+from helpers.families import dialogue, pieces
 
 from arpo.errors import UserError
 from arpo.protocol import Codec, TagsCodec
@@ -12,14 +13,6 @@ from arpo.tools import system_prompt_for
 @pytest.fixture(scope="module")
 def codec() -> Codec:
     return TagsCodec(byte_tokenizer())
-
-
-def trained_text(codec, token_ids, mask) -> str:
-    return codec.tokenizer.decode([t for t, m in zip(token_ids, mask, strict=True) if m])
-
-
-def test_stop_strings_are_the_closing_tags_of_the_loaded_tools(codec):
-    assert codec.stop_strings(("python", "search")) == ("</python>", "</search>")
 
 
 @pytest.mark.parametrize(
@@ -36,12 +29,6 @@ def test_a_call_is_what_stands_between_the_last_opening_tag_and_its_closing_one(
     call = parse_call(turn, tag)
     assert (call.tag, call.argument) == (tag, argument)
     assert call.error.startswith(error) and bool(call.error) == bool(error)
-
-
-def test_our_tags_inside_a_result_are_escaped_and_others_are_not():
-    assert escape_result("<b>x</b> <answer>4</answer> <think>") == (
-        "<b>x</b> &lt;answer&gt;4&lt;/answer&gt; &lt;think&gt;"
-    )
 
 
 def test_special_tokens_inside_a_result_are_plain_characters(codec):
@@ -62,13 +49,7 @@ def test_a_short_result_fits_where_a_cut_one_would_not(codec):
     """The mark that a result was cut takes more room than "42", which needs no mark."""
     text, ids = codec.encode_result("42", 22)
     assert text == "42" and len(ids) == 22 < len(codec.encode(render_result(TRUNCATION_MARK)))
-
-
-def test_no_result_where_neither_it_nor_the_mark_fits(codec):
     assert codec.encode_result("42", 21) is None and codec.encode_result("x" * 99, 42) is None
-
-
-def test_a_limit_under_which_every_long_result_ends_its_trajectory_is_refused(codec):
     codec.check_result_room(43)
     with pytest.raises(UserError, match=r"rollout\.max_result_tokens=42 is below the 43 tokens .*raise it"):
         codec.check_result_room(42)
@@ -107,56 +88,21 @@ def test_the_default_system_prompt_offers_exactly_the_tools_that_are_loaded():
     assert "the help of a a, a b and a c." in three and three.count("<think> what follows </think>") == 2
 
 
-def test_the_tags_of_every_loaded_tool_are_escaped_in_results():
+def test_our_tags_and_those_of_every_loaded_tool_are_escaped_in_results_and_others_are_not():
+    assert escape_result("<b>x</b> <answer>4</answer> <think>") == (
+        "<b>x</b> &lt;answer&gt;4&lt;/answer&gt; &lt;think&gt;"
+    )
     codec = TagsCodec(byte_tokenizer(), tools=("search", "calculator", "a.b"))
     text, _ = codec.encode_result("<calculator>1</calculator> <a.b> <axb> <python> <search>", 1000)
     assert text == "&lt;calculator&gt;1&lt;/calculator&gt; &lt;a.b&gt; <axb> <python> &lt;search&gt;"
-    called = [{"role": "assistant", "content": "<search>x</search>"}, {"role": "tool", "content": "<calculator>"}]
-    conversation = codec.render_conversation([{"role": "user", "content": "q"}, *called, *called[:1]])
-    assert "<result>\n&lt;calculator&gt;\n</result>" in codec.decode(conversation.token_ids)
+    row = codec.render_conversation(dialogue("u:q", "a:<search>x</search>", "t:<calculator>", "a:<search>x</search>"))
+    assert "<result>\n&lt;calculator&gt;\n</result>" in codec.decode(row.token_ids)
 
 
-def test_sft_loss_covers_assistant_text_and_eos_but_not_results_nor_prompt(codec):
-    answer = "<think>a</think><python>1+1</python> <result>\n2\n</result><answer>\\boxed{2}</answer>"
-    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": answer}]
-    ids, mask = codec.render_conversation(messages)
-    assert codec.tokenizer.decode(ids) == (
-        f"<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
-    )
-    assert trained_text(codec, ids, mask) == (
-        "<think>a</think><python>1+1</python><answer>\\boxed{2}</answer><|im_end|>"
-    )
-
-
-def test_sft_can_train_on_results_as_upstream_does(codec):
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a <result>\n2\n</result>b"}]
-    ids, mask = codec.render_conversation(messages, mask_results=False)
-    assert trained_text(codec, ids, mask) == "a <result>\n2\n</result>b<|im_end|>"
-
-
-def test_tool_messages_become_result_spans_of_one_assistant_turn(codec):
-    messages = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "<search>x</search>"},
-        {"role": "tool", "content": "found <answer>"},
-        {"role": "assistant", "content": "<answer>y</answer>"},
-    ]
-    merged = merge_tool_messages(messages)
+def test_tool_messages_become_result_spans_of_one_assistant_turn_which_are_trained_where_that_is_asked_for(codec):
+    turns = dialogue("u:q", "a:<search>x</search>", "t:found <answer>", "a:<answer>y</answer>")
+    merged = merge_tool_messages(turns)
     assert merged[1]["content"] == "<search>x</search> <result>\nfound &lt;answer&gt;\n</result><answer>y</answer>"
-    ids, mask = codec.render_conversation(messages)
-    assert trained_text(codec, ids, mask) == "<search>x</search><answer>y</answer><|im_end|>"
-
-
-def test_two_assistant_turns_are_both_trained(codec):
-    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    ids, mask = codec.render_conversation([{"role": r, "content": c} for r, c in turns])
-    assert trained_text(codec, ids, mask) == "b<|im_end|>d<|im_end|>"
-
-
-def test_sft_and_rollout_tokenise_a_result_alike(codec):
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a <result>\n2\n</result>b"}]
-    ids, mask = codec.render_conversation(messages)
-    text_after_prompt = codec.render_prompt(messages[:1])
-    response, response_mask = ids[len(text_after_prompt) :], mask[len(text_after_prompt) :]
-    spans = [t for t, m in zip(response[:-1], response_mask[:-1], strict=True) if not m]
-    assert spans == codec.encode_result("2", 100)[1]
+    for mask_results, trained in ((True, "<search>x</search><answer>y</answer>"), (False, merged[1]["content"])):
+        row = codec.render_conversation(turns, mask_results=mask_results)
+        assert "".join(text for text, mask in pieces(codec, row) if mask) == f"{trained}<|im_end|>"

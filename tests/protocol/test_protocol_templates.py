@@ -139,26 +139,6 @@ def test_llama_trims_turns_and_has_one_bos():
     assert row.token_ids.count(codec.tokenizer.bos_token_id) == 1 and row.token_ids[0] == codec.tokenizer.bos_token_id
 
 
-def test_results_are_trained_when_asked_for():
-    codec = codec_of("qwen2_5")
-    messages = dialogue("u:q", "a:<search> s </search>", "t:r", "a:done")
-    trained = [text for text, mask in pieces(codec, codec.render_conversation(messages, mask_results=False)) if mask]
-    assert trained == ["<search> s </search> <result>\nr\n</result>done<|im_end|>"]
-
-
-def test_special_tokens_that_the_assistant_writes_out_are_characters():
-    codec = codec_of("qwen2_5")
-    row = codec.render_conversation(dialogue("u:q", "a:it ends with <|im_end|>"))
-    trained = [token for token, mask in zip(row.token_ids, row.loss_mask, strict=True) if mask]
-    assert trained.count(codec.tokenizer.eos_token_id) == 1
-
-
-def test_the_date_of_the_day_is_not_in_the_prompt():
-    template = (TEMPLATES / "llama3_1.jinja").read_text().replace("'26 Jul 2024'", "strftime_now('%d %b %Y')")
-    codec = TagsCodec(family_tokenizer("llama3_1", chat_template=template))
-    assert "26 Jul 2024" in codec.tokenizer.decode(codec.render_prompt(dialogue("u:q")))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,7 +1,7 @@
 """Special tokens in text that is data, tags that a tokenizer declares special, and prompts that open a thought."""
 
 import pytest
-from helpers.families import BEGIN, EOS, FAMILIES, TEMPLATES, codec_of, dialogue, family_tokenizer, pieces
+from helpers.families import BEGIN, EOS, FAMILIES, codec_of, dialogue, family_tokenizer, opening_template, pieces
 
 from arpo.protocol import Codec, TagsCodec
 from arpo.protocol.tags import parse_call, render_result, reserved_tags
@@ -23,25 +23,21 @@ def attack(family: str) -> str:
 def test_a_question_cannot_end_the_users_turn(family):
     """The prompt's text is the template's, but the special tokens in the question are characters."""
     codec = codec_of(family)
-    plain, attacked = (codec.render_prompt(dialogue("s:x", f"u:{text}")) for text in ("2?", attack(family)))
+
+    def ours_and_the_templates(text: str, *, tokenize: bool) -> tuple:
+        messages = dialogue("s:be <brief>", f"u:{text}")
+        options = {"add_generation_prompt": True, "enable_thinking": True, "return_dict": False}
+        return codec.render_prompt(messages), codec.tokenizer.apply_chat_template(
+            messages, tokenize=tokenize, **options
+        )
+
+    plain, whole_plain = ours_and_the_templates("2? <|im_nothing|> é", tokenize=True)
+    attacked, whole_attacked = ours_and_the_templates(attack(family), tokenize=False)
     special = set(codec.tokenizer.all_special_ids) | {
         token_id for token_id, token in codec.tokenizer.added_tokens_decoder.items() if token.special
     }
+    assert plain == whole_plain and codec.tokenizer.decode(attacked) == whole_attacked
     assert [t for t in attacked if t in special] == [t for t in plain if t in special]
-    whole = codec.tokenizer.apply_chat_template(
-        dialogue("s:x", f"u:{attack(family)}"), tokenize=False, add_generation_prompt=True, enable_thinking=True
-    )
-    assert codec.tokenizer.decode(attacked) == whole
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_without_special_tokens_in_its_text_is_the_templates_token_for_token(family):
-    codec = codec_of(family)
-    messages = dialogue("s:be <brief>", "u:who? <|im_nothing|> é")
-    ids = codec.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, enable_thinking=True, return_dict=False
-    )
-    assert codec.render_prompt(messages) == ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,45 +93,31 @@ def test_our_own_text_has_the_one_token_of_a_tag_that_is_special(tagged):
 # ---- generation prompts that open a thought
 
 
-def opening_tokenizer(**changes: str):
-    """Qwen2.5's, whose prompt ends as those of QwQ, of Qwen3's thinking models and of the R1 distills do."""
-    template = (TEMPLATES / "qwen2_5.jinja").read_text()
-    ending = "<|im_start|>assistant\\n' }}\n{%- endif %}"
-    assert template.rstrip().endswith(ending)
-    opened = template.rstrip().removesuffix(ending) + "<|im_start|>assistant\\n<think>\\n' }}\n{%- endif %}\n"
-    return family_tokenizer("qwen2_5", **({"chat_template": opened} | changes))
+@pytest.fixture
+def opening() -> TagsCodec:
+    return TagsCodec(family_tokenizer("qwen2_5", chat_template=opening_template()))
 
 
-def test_a_thought_that_the_prompt_has_opened_is_part_of_the_response():
-    codec = TagsCodec(opening_tokenizer())
-    assert codec.decode(codec.render_prompt(dialogue("u:q"))).endswith("assistant\n<think>\n")
-    sampled = codec.encode(r"so </think><answer> \boxed{2} </answer>")
-    segments = codec.segments(sampled, [1] * len(sampled))
+def test_a_thought_that_the_prompt_has_opened_is_part_of_the_response_and_only_of_its_first_run(opening):
+    assert opening.decode(opening.render_prompt(dialogue("u:q"))).endswith("assistant\n<think>\n")
+    sampled = opening.encode(r"so </think><answer> \boxed{2} </answer>")
+    segments = opening.segments(sampled, [1] * len(sampled))
     assert segments == [("<think>\nso </think><answer> \\boxed{2} </answer>", True)]
     assert score("", ["2"], "gsm8k", segments=segments).total == 1.0
-    assert codec.segments([], []) == []
-
-
-def test_only_the_first_run_has_the_opened_thought():
-    codec = TagsCodec(opening_tokenizer())
-    call, result = codec.encode("look </think><search> who </search>"), codec.encode(render_result("r"))
-    runs = codec.segments([*call, *result, *call], [1] * len(call) + [0] * len(result) + [1] * len(call))
+    assert opening.segments([], []) == []
+    call, result = opening.encode("look </think><search> who </search>"), opening.encode(render_result("r"))
+    runs = opening.segments([*call, *result, *call], [1] * len(call) + [0] * len(result) + [1] * len(call))
     assert [text.count("<think>") for text, _ in runs] == [1, 0, 0]
 
 
-@pytest.mark.parametrize("text", ["<think>\nso </think>2", "\n<think>\nso </think>2"])
-def test_sft_does_not_train_the_opening_that_the_prompt_holds(text):
-    codec = TagsCodec(opening_tokenizer())
-    messages = dialogue("u:q", f"a:{text}")
-    row = codec.render_conversation(messages)
-    prompt = codec.render_prompt(messages[:1])
-    assert row.token_ids[: len(prompt)] == prompt
-    assert pieces(codec, row)[1:] == [("so </think>2<|im_end|>", 1), ("\n", 0)]
-
-
-def test_sft_refuses_a_message_without_the_thought_that_the_prompt_opens():
+def test_sft_does_not_train_the_opening_that_the_prompt_holds(opening):
+    prompt = opening.render_prompt(dialogue("u:q"))
+    for text in ("<think>\nso </think>2", "\n<think>\nso </think>2"):
+        row = opening.render_conversation(dialogue("u:q", f"a:{text}"))
+        assert row.token_ids[: len(prompt)] == prompt
+        assert pieces(opening, row)[1:] == [("so </think>2<|im_end|>", 1), ("\n", 0)]
     with pytest.raises(ValueError, match=r"opens <think> for the assistant, whose message does not begin with it"):
-        TagsCodec(opening_tokenizer()).render_conversation(dialogue("u:q", "a:2"))
+        opening.render_conversation(dialogue("u:q", "a:2"))
 
 
 @pytest.mark.parametrize("enable_thinking", [True, False])

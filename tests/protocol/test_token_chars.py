@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 from helpers.fakes import CHAT, byte_tokenizer
-from helpers.families import FAMILIES, TEMPLATES, codec_of, family_tokenizer
+from helpers.families import FAMILIES, codec_of, family_tokenizer, opening_template
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -57,10 +57,7 @@ def test_what_is_no_whole_character_is_shown_as_the_decoder_shows_it(part):
 
 
 def test_results_are_counted_apart_and_an_opened_thought_belongs_to_no_token():
-    template = (TEMPLATES / "qwen2_5.jinja").read_text().rstrip()
-    ending = "<|im_start|>assistant\\n' }}\n{%- endif %}"
-    opened = template.removesuffix(ending) + "<|im_start|>assistant\\n<think>\\n' }}\n{%- endif %}\n"
-    codec = TagsCodec(family_tokenizer("qwen2_5", chat_template=opened))
+    codec = TagsCodec(family_tokenizer("qwen2_5", chat_template=opening_template()))
     call, result = codec.encode("so</think><search> é </search>"), codec.encode(render_result("é"))
     mask = [1] * len(call) + [0] * len(result) + [1] * len(call)
     decoded, counts = chars(codec, [*call, *result, *call], mask)
@@ -77,10 +74,13 @@ def sentence_tokenizer(decoder: decoders.Decoder) -> PreTrainedTokenizerFast:
     return fast
 
 
-def test_a_decoder_that_drops_the_first_space_is_followed():
+def test_the_decoders_of_sentencepiece_are_followed():
+    """They drop the first space, and make characters of bytes."""
     codec = TagsCodec(sentence_tokenizer(decoders.Metaspace()))
     assert chars(codec, [3, 2, 1, 2]) == ("b the a the", [1, 4, 2, 4])
     assert chars(codec, [2, 1]) == ("the a", [3, 2])
+    codec = TagsCodec(sentence_tokenizer(decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])))
+    assert chars(codec, codec.tokenizer.convert_tokens_to_ids(["b", "<0xC3>", "<0xA9>", "b"])) == ("béb", [1, 0, 1, 1])
 
 
 def test_bytes_have_the_names_that_a_byte_level_vocabulary_gives_them():
@@ -93,13 +93,6 @@ def test_random_tokens_have_characters_too():
         ids = random.Random(seed).choices(range(len(codec.tokenizer)), k=200)
         decoded, counts = chars(codec, ids)
         assert len(counts) == 200 and sum(counts) == len(decoded)
-
-
-def test_bytes_of_a_sentencepiece_vocabulary_make_characters():
-    tokenizer = sentence_tokenizer(decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]))
-    codec = TagsCodec(tokenizer)
-    ids = tokenizer.convert_tokens_to_ids(["b", "<0xC3>", "<0xA9>", "b"])
-    assert chars(codec, ids) == ("béb", [1, 0, 1, 1])
 
 
 def test_no_counts_where_the_text_is_not_made_of_the_tokens_texts():

@@ -4,10 +4,28 @@ from a public report, the name of its group says of which."""
 
 import pytest
 
-from arpo.rewards.math_answer import exact_accuracy, math_equal
+from arpo.rewards.math_answer import math_equal
 from arpo.rewards.qa import exact_match, qa_accuracy, token_f1
 
 CASES = {
+    "spellings": [
+        ("\u22125", "-5", True),
+        (r"\frac12", "1/2", True),
+        ("23", "023", True),
+        (r"3\sqrt{3}-6", r"3\sqrt{3} - 6", True),
+        ("-q+p", "p - q", True),
+        ("6, 126", "126, 6", True),
+        ("6", "126, 6", False),
+        ("120", r"120^\circ", True),
+        (r"\text{B}", "B", True),
+        ("B", r"\text{(B)}", True),
+        ("C", r"\text{(B)}", False),
+        ("Evelyn", r"\text{Evelyn}", True),
+        ("silent", "listen", False),
+        ("4343_7", "4343_6", False),
+        ("", "0", False),
+        ("x" * 5000, "1", False),
+    ],
     "blanks part thousands": [
         ("1 000", "1000", True),
         (r"1\,000", "1000", True),
@@ -332,16 +350,9 @@ def test_doubtful_answers_are_graded_as_the_docs_say(prediction, answer, equal):
     assert math_equal(prediction, answer) is equal
 
 
-def test_in_questions_too_an_en_dash_is_a_minus_and_w_is_no_option():
+def test_in_questions_too_an_en_dash_is_a_minus_and_w_is_no_option_and_signs_alone_are_words():
     assert token_f1("\u20135", "-5") == 1.0 and token_f1("\u20135", "5") == 0.0
     assert token_f1("1914\u20131918", "1914-1918") == 1.0
     assert qa_accuracy("W. E. B. Du Bois", ["W"]) == pytest.approx(1 / 3) and qa_accuracy("W", ["W"]) == 1.0
-
-
-def test_signs_alone_are_words():
     assert exact_match("-", ["+"]) == exact_match("()", ["[]"]) == token_f1("!", "?") == 0.0
     assert exact_match("+", ["+"]) == token_f1("+", "+") == 1.0
-
-
-def test_no_number_begins_with_a_zero_and_a_thousands_comma():
-    assert exact_accuracy("0,111", ["111"]) == 0.0 and exact_accuracy("1,111", ["1111"]) == 1.0

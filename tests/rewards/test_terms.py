@@ -1,16 +1,19 @@
 """Named rewards with weights, and rewards of one's own that are async, batched, or see whole trajectories."""
 
-import asyncio
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 
 import pytest
-from helpers.families import codec_of
+from helpers.families import codec_of, hermes_codec, opening_template
 
 from arpo.config.rewards import RewardConfig, TrainingRewardConfig
 from arpo.errors import UserError
 from arpo.protocol import FORMS
 from arpo.rewards import load_custom, score_groups
-from arpo.rewards.terms import TERMS, TermEvidence, Terms, load_terms, overlong
+from arpo.rewards.custom import CustomReward
+from arpo.rewards.terms import TermEvidence, Terms, load_terms, overlong
 from arpo.selection import is_dead, trained_on
 from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
 
@@ -23,7 +26,13 @@ def response(answer: str) -> str:
 
 
 def make_group(answers=("Paris", "London"), num_tokens=(5, 5)) -> Group:
-    prompt = Prompt("q-0", [{"role": "user", "content": "?"}], ["Paris"], data_source="hotpotqa", meta={"level": 3})
+    prompt = Prompt(
+        "q-0",
+        [{"role": "user", "content": "?"}],
+        ["Paris"],
+        data_source="hotpotqa",
+        meta={"level": 3, "extra_info": {"index": 3}},
+    )
     trajectories = []
     for i, (answer, count) in enumerate(zip(answers, num_tokens, strict=True)):
         text = response(answer)
@@ -32,6 +41,17 @@ def make_group(answers=("Paris", "London"), num_tokens=(5, 5)) -> Group:
         t.segments, t.turns = derive_segments(text), [Turn(0, 2, 3, tool_calls=[call]), Turn(3, count, count)]
         trajectories.append(t)
     return Group(prompt, trajectories)
+
+
+@pytest.fixture
+def own(tmp_path) -> Callable[..., str]:
+    """Writes a file of functions, and returns the address of one of them."""
+
+    def address(source: str, name: str = "f", file: str = "r.py") -> str:
+        (tmp_path / file).write_text(source)
+        return f"{tmp_path}/{file}:{name}"
+
+    return address
 
 
 def terms_of(*entries: str, buffer_tokens: int = 0) -> Terms:
@@ -70,38 +90,37 @@ def test_the_reward_is_the_weighted_sum_and_the_parts_are_without_weights():
     assert bad.reward == 0.0 and bad.reward_reason == "missing_answer"
 
 
-def test_a_weight_of_0_is_only_logged(tmp_path):
-    (tmp_path / "r.py").write_text("def style(trajectory, prompt): return 7.0")
-    [t, _] = scored(make_group(), terms_of("answer=1", f"{tmp_path}/r.py:style=0")).trajectories
+def test_a_weight_of_0_is_only_logged(own):
+    style = own("def style(trajectory, prompt): return 7.0", "style")
+    [t, _] = scored(make_group(), terms_of("answer=1", f"{style}=0")).trajectories
     assert t.reward == 1.0 and t.reward_parts["style"] == 7.0
 
 
-def test_a_rule_that_nothing_needs_is_not_computed(tmp_path, monkeypatch):
-    (tmp_path / "r.py").write_text("def style(trajectory, prompt): return 1.0")
+def test_a_rule_that_nothing_needs_is_not_computed(own, monkeypatch):
+    style = own("def style(trajectory, prompt): return 1.0", "style")
     monkeypatch.setattr("arpo.rewards.score_by_rule", None)
-    [t, _] = scored(make_group(), terms_of(f"{tmp_path}/r.py:style=2")).trajectories
+    [t, _] = scored(make_group(), terms_of(f"{style}=2")).trajectories
     assert (t.reward, t.reward_parts) == (2.0, {"style": 1.0})
 
 
-def test_what_a_function_returns_beside_its_score_is_logged_under_its_name(tmp_path):
-    (tmp_path / "r.py").write_text("def style(a, text, c, d): return {'score': 0.5, 'words': 3, 'reason': 'terse'}")
-    [t, _] = scored(make_group(), terms_of("answer=1", f"{tmp_path}/r.py:style=1")).trajectories
+def test_what_a_function_returns_beside_its_score_is_logged_under_its_name(own):
+    style = own("def style(a, text, c, d): return {'score': 0.5, 'words': 3, 'reason': 'terse'}", "style")
+    [t, _] = scored(make_group(), terms_of("answer=1", f"{style}=1")).trajectories
     assert t.reward == 1.5 and t.reward_reason == "terse"
     assert t.reward_parts["style"] == 0.5 and t.reward_parts["style/words"] == 3.0
 
 
 @pytest.mark.parametrize("name", ["mean", "answer", "kl_penalty"])
-def test_a_function_must_not_have_the_name_of_another_number(tmp_path, name):
-    (tmp_path / "r.py").write_text(f"def {name}(trajectory, prompt): return 1.0")
+def test_a_function_must_not_have_the_name_of_another_number(own, name):
+    address = own(f"def {name}(trajectory, prompt): return 1.0", name)
     with pytest.raises(UserError, match=rf"r\.py:{name} would be logged as reward/{name}, which .* rename"):
-        terms_of(f"{tmp_path}/r.py:{name}=1")
+        terms_of(f"{address}=1")
 
 
-def test_two_functions_of_one_name_and_a_missing_file_are_refused(tmp_path):
-    for file in ("a.py", "b.py"):
-        (tmp_path / file).write_text("def f(trajectory, prompt): return 1.0")
+def test_two_functions_of_one_name_and_a_missing_file_are_refused(own):
+    one, other = (own("def f(trajectory, prompt): return 1.0", file=file) for file in ("a.py", "b.py"))
     with pytest.raises(UserError, match=r"would be logged as reward/f"):
-        terms_of(f"{tmp_path}/a.py:f=1", f"{tmp_path}/b.py:f=1")
+        terms_of(f"{one}=1", f"{other}=1")
     with pytest.raises(UserError, match=r"^reward\.terms=no\.py:f: there is no such file"):
         terms_of("no.py:f=1")
 
@@ -112,16 +131,10 @@ def test_two_functions_of_one_name_and_a_missing_file_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "num_tokens, value", [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (130, -1.0)]
 )
-def test_the_overlong_penalty_is_that_of_dapo(num_tokens, value):
-    def equation_13(n: int, longest: int, buffer: int) -> float:
-        if n <= longest - buffer:
-            return 0.0
-        return (longest - buffer - n) / buffer if n <= longest else -1.0
-
+def test_the_overlong_penalty_is_that_of_dapos_equation_13(num_tokens, value):
     t = Trajectory("p", "0", [0] * num_tokens)
     cfg = TrainingRewardConfig(terms=("overlong=1",), overlong_buffer_tokens=20)
-    found = overlong(TermEvidence(t, Prompt("p", [], []), None, 100), cfg)
-    assert found == pytest.approx(value) and found == pytest.approx(equation_13(num_tokens, 100, 20))
+    assert overlong(TermEvidence(t, Prompt("p", [], []), None, 100), cfg) == pytest.approx(value)
 
 
 # ---- no value, and groups before the scoring
@@ -135,9 +148,8 @@ def silent(trajectory, prompt):
 """
 
 
-def test_without_a_value_of_a_function_there_is_no_reward_and_the_trajectory_is_not_trained_on(tmp_path):
-    (tmp_path / "r.py").write_text(SOME)
-    group = scored(make_group(), terms_of("answer=1", f"{tmp_path}/r.py:sure=0.5"))
+def test_without_a_value_of_a_function_there_is_no_reward_and_the_trajectory_is_not_trained_on(own):
+    group = scored(make_group(), terms_of("answer=1", f"{own(SOME, 'sure')}=0.5"))
     there, gone = group.trajectories
     assert there.reward == 1.5 and there.reward_reason == ""
     assert gone.reward is None and gone.reward_reason == "unsure" and gone.is_left_out
@@ -145,21 +157,17 @@ def test_without_a_value_of_a_function_there_is_no_reward_and_the_trajectory_is_
     assert "sure" not in gone.reward_parts and trained_on(group) == [there] and is_dead(group)
 
 
-def test_a_function_that_gives_no_value_need_not_say_why(tmp_path):
-    (tmp_path / "r.py").write_text(SOME)
-    as_term, alone = scored(make_group(), terms_of(f"{tmp_path}/r.py:silent=1")), make_group()
-    score_groups([alone], RewardConfig(), load_custom("reward.file", f"{tmp_path}/r.py:silent"), tools=LOADED)
+def test_a_function_that_gives_no_value_need_not_say_why(own):
+    silent = own(SOME, "silent")
+    as_term, alone = scored(make_group(), terms_of(f"{silent}=1")), make_group()
+    score_groups([alone], RewardConfig(), load_custom("reward.file", silent), tools=LOADED)
     for t in as_term.trajectories + alone.trajectories:
         assert (t.reward, t.reward_reason, t.is_left_out) == (None, "no_reward", True)
 
 
-def test_each_built_in_term_has_one_line():
-    assert list(TERMS) == ["answer", "format", "accuracy", "tool_bonus", "overlong"]
+# ---- functions of one's own: async, batched, of texts and of whole trajectories
 
-
-# ---- functions of one's own: async, batched, of whole trajectories
-
-WHOLE = """
+FUNCTIONS = """
 import asyncio
 
 async def single(trajectory, prompt):
@@ -175,7 +183,10 @@ async def batched_async(trajectories, prompts):
     await asyncio.sleep(0)
     return batched(trajectories, prompts)
 
-async def old_form(data_source, solution_str, ground_truth, extra_info):
+def of_text(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": extra_info["index"] + (ground_truth in solution_str), "hit": 1, "reason": "mine"}
+
+async def of_text_async(data_source, solution_str, ground_truth, extra_info):
     return float(ground_truth in solution_str)
 
 class Judge:
@@ -186,50 +197,85 @@ an_object = Judge()
 """
 
 
+def custom_of(address: str) -> CustomReward:
+    return load_custom("reward.file", address)
+
+
 @pytest.mark.parametrize(
     "function, rewards, parts",
     [
         ("single", [5.0, 6.0], {}),
         ("batched", [0.0, 1.0], {"tokens": 5.0}),
         ("batched_async", [0.0, 1.0], {"tokens": 5.0}),
-        ("old_form", [1.0, 0.0], {}),
+        ("of_text", [4.0, 3.0], {"hit": 1.0}),
+        ("of_text_async", [1.0, 0.0], {}),
         ("an_object", [5.0, 6.0], {}),
     ],
 )
-def test_a_function_may_be_async_and_batched_and_see_everything(tmp_path, function, rewards, parts):
-    (tmp_path / "r.py").write_text(WHOLE)
-    group, custom = make_group(), load_custom("reward.file", f"{tmp_path}/r.py:{function}")
-    score_groups([group], RewardConfig(), custom, tools=LOADED)
+def test_a_function_may_be_async_and_batched_and_see_everything_in_any_thread(own, function, rewards, parts):
+    group, custom = make_group(), custom_of(own(FUNCTIONS, function))
+    thread = threading.Thread(target=lambda: score_groups([group], RewardConfig(), custom, tools=LOADED))
+    thread.start()
+    thread.join(60)
     assert [t.reward for t in group.trajectories] == rewards and group.trajectories[0].reward_parts == parts
+    assert group.trajectories[0].reward_reason == ("mine" if function == "of_text" else "")
 
 
-def test_async_functions_run_at_the_same_time_and_always_on_one_loop(tmp_path):
-    (tmp_path / "r.py").write_text(
-        "import asyncio\nloops, waiting, all_there = set(), 0, asyncio.Event()\n"
-        "async def f(trajectory, prompt):\n"
-        "    global waiting\n"
-        "    loops.add(asyncio.get_running_loop())\n"
-        "    waiting += 1\n"
-        "    if waiting == 2: all_there.set()\n"
-        "    await asyncio.wait_for(all_there.wait(), 60)\n"  # one after the other, they would never all be there
-        "    return len(loops)\n"
-    )
-    custom = load_custom("reward.file", f"{tmp_path}/r.py:f")
+def test_only_new_trajectories_are_scored_where_that_is_asked_for(own):
+    custom, group = custom_of(own("def f(d, text, truth, e): return 7.0 + (truth in text)")), make_group()
+    group.trajectories[0].reward = 5.0
+    score_groups([group], RewardConfig(), custom, tools=LOADED, only_new=True)
+    assert [t.reward for t in group.trajectories] == [5.0, 7.0]
+
+
+def test_async_functions_run_at_the_same_time_and_always_on_one_loop(own):
+    custom = custom_of(own("""
+import asyncio
+
+loops, waiting, all_there = set(), 0, asyncio.Event()
+
+async def f(trajectory, prompt):
+    global waiting
+    loops.add(asyncio.get_running_loop())
+    waiting += 1
+    if waiting == 2:
+        all_there.set()
+    await asyncio.wait_for(all_there.wait(), 60)  # one after the other, they would never all be there
+    return len(loops)
+"""))  # fmt: skip
     for _ in range(2):
         group = make_group()
         score_groups([group], RewardConfig(), custom, tools=LOADED)
         assert [t.reward for t in group.trajectories] == [1.0, 1.0]
 
 
-def test_a_function_of_batches_is_not_called_where_there_is_nothing_to_score(tmp_path):
-    (tmp_path / "r.py").write_text("def f(trajectories, prompts): raise ValueError('mean of an empty list')")
-    custom = load_custom("reward.file", f"{tmp_path}/r.py:f")
-    score_groups([], RewardConfig(), custom, tools=LOADED)
-    score_groups([], TrainingRewardConfig(), tools=LOADED, terms=terms_of(f"{tmp_path}/r.py:f=1"))
+def test_at_most_so_many_calls_are_under_way(own):
+    custom = custom_of(own("""
+import asyncio
+
+running = most = 0
+
+async def f(trajectory, prompt):
+    global running, most
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(0)
+    running -= 1
+    return most
+"""))  # fmt: skip
+    group = make_group(answers=["x"] * 200, num_tokens=[5] * 200)
+    score_groups([group], RewardConfig(), custom, tools=LOADED)
+    assert max(t.reward for t in group.trajectories) == 64
+
+
+def test_a_function_of_batches_is_not_called_where_there_is_nothing_to_score(own):
+    address = own("def f(trajectories, prompts): raise ValueError('mean of an empty list')")
+    score_groups([], RewardConfig(), custom_of(address), tools=LOADED)
+    score_groups([], TrainingRewardConfig(), tools=LOADED, terms=terms_of(f"{address}=1"))
     scored_already = make_group()
     for t in scored_already.trajectories:
         t.reward = 1.0
-    score_groups([scored_already], RewardConfig(), custom, tools=LOADED, only_new=True)
+    score_groups([scored_already], RewardConfig(), custom_of(address), tools=LOADED, only_new=True)
 
 
 EARLY = """
@@ -254,85 +300,110 @@ def late(trajectory, prompt):
 """
 
 
-def test_an_object_hears_of_a_group_before_it_scores_it(tmp_path):
-    (tmp_path / "r.py").write_text(EARLY)
-    group, early = make_group(), load_custom("reward.terms", f"{tmp_path}/r.py:early")
-    assert early.has_begin and not load_custom("reward.terms", f"{tmp_path}/r.py:late").has_begin
+def test_an_object_hears_of_a_group_before_it_scores_it(own):
+    group, early = make_group(), custom_of(own(EARLY, "early"))
+    assert early.has_begin and not custom_of(own(EARLY, "late")).has_begin
     early.begin(group)
     score_groups([group], RewardConfig(), early, tools=LOADED)
     assert [t.reward for t in group.trajectories] == [1.0, 1.0]
     with pytest.raises(UserError, match=r"r\.py: broken failed on prompt q-0 \(KeyError: 'x', in line \d+ of r\.py\)"):
-        load_custom("reward.terms", f"{tmp_path}/r.py:broken").begin(group)
+        custom_of(own(EARLY, "broken")).begin(group)
 
 
-def test_at_most_so_many_calls_are_under_way(tmp_path):
-    (tmp_path / "r.py").write_text(
-        "import asyncio\nrunning = most = 0\n"
-        "async def f(trajectory, prompt):\n"
-        "    global running, most\n"
-        "    running += 1\n"
-        "    most = max(most, running)\n"
-        "    await asyncio.sleep(0)\n"
-        "    running -= 1\n"
-        "    return most\n"
-    )
-    group = make_group(answers=["x"] * 200, num_tokens=[5] * 200)
-    score_groups([group], RewardConfig(), load_custom("reward.file", f"{tmp_path}/r.py:f"), tools=LOADED)
-    assert max(t.reward for t in group.trajectories) == 64
+# ---- functions that fail
+
+NO_NUMBER = r"r\.py: f: prompt q-0, trajectory 0: the returned score is None; it must be a number"
 
 
 @pytest.mark.parametrize(
     "source, words",
     [
+        ("def f(d, s, g, e): return 1 / 0", r"r\.py: f failed on prompt q-0, trajectory 0 \(ZeroDivisionError"),
+        ("def f(d, s, g, e): raise SystemExit(3)", r"r\.py: f failed on prompt q-0, trajectory 0 \(SystemExit: 3"),
+        ("async def f(d, s, g, e): exit(3)", r"r\.py: f failed on prompt q-0, trajectory . \(SystemExit: 3"),
         ("async def f(trajectory, prompt): raise KeyError('x')", r"f failed on prompt q-0, trajectory 0 \(KeyError"),
-        ("async def f(trajectories, prompts): return [1.0]", r"returned 1 scores for 2 samples"),
+        ("def f(trajectories, prompts): raise KeyError('x')", r"r\.py: f failed on 2 samples from prompt q-0"),
         ("async def f(trajectories, prompts): return 1.0", r"f failed on 2 samples .*TypeError"),
-        (
-            "async def f(trajectory, prompt): return None",
-            r"prompt q-0, trajectory 0: the returned score is None; it must be a number",
-        ),
+        ("def f(trajectories, prompts): return [1.0]", r"returned 1 scores for 2 samples"),
+        ("async def f(trajectories, prompts): return [1.0]", r"returned 1 scores for 2 samples"),
+        ("def f(d, s, g, e): return None", NO_NUMBER),
+        ("async def f(trajectory, prompt): return None", NO_NUMBER),
+        ("def f(d, s, g, e): return float('nan')", "must be finite"),
+        ("def f(d, s, g, e): return {'reward': 1}", "has no 'score'"),
+        ("exit(3)", r"cannot be imported \(SystemExit: 3"),
+        ("import no_such_module", "cannot be imported"),
+        ("def g(d, s, g, e): return 1.0", "does not define"),
+        # other forms, which are found as it is loaded
+        ("async def f(a, b): return 1.0",
+         r"f takes \(a, b\); .* or \(trajectory, prompt\) or \(trajectories, prompts\)"),
+        ("def f(solution, truth): return 1.0", r"f takes \(solution, truth\); it must take \(data_source, "),
+        ("def f(): return 1.0", r"f takes \(nothing\); it must take"),
+        ("def f(completions, **options): return [1.0]", r"f takes \(completions, options\); it must take"),
+        ("def f(a, b, c, d, e): return 1.0", r"f takes \(a, b, c, d, e\); it must take"),
+        ("def f(trajectory, prompts): return 1.0", r"f takes \(trajectory, prompts\); .* or \(trajectory, prompt\) or"),
     ],
-)
-def test_an_async_function_that_fails_is_one_line(tmp_path, source, words):
-    (tmp_path / "r.py").write_text(source)
-    with pytest.raises(UserError, match=words):
-        scored(make_group(), terms_of(f"{tmp_path}/r.py:f=1"))
+)  # fmt: skip
+def test_a_function_that_fails_or_is_of_another_form_is_one_line_with_file_and_sample(own, source, words):
+    with pytest.raises(UserError, match=words) as error:
+        score_groups([make_group()], RewardConfig(), custom_of(own(source)), tools=LOADED)
+    assert "\n" not in str(error.value)
+
+
+STUCK = """
+import sys, threading, time
+from arpo.config import exits
+from arpo.rewards.custom import load_custom, _call
+exits.SAY_AFTER_S, exits.GIVE_UP_S = 0.2, float(sys.argv[2])
+if "stop" in sys.argv:
+    exits.asked_to_stop.set()
+_call(load_custom("reward.file", sys.argv[1]), [("prompt q", (1, 2, 3, 4))])
+"""
+
+
+@pytest.mark.parametrize("kind, args", [("", ("0.5",)), ("async ", ("0.5",)), ("", ("600", "stop"))])
+def test_a_function_that_does_not_return_is_named_and_ends_the_run(own, kind, args):
+    """After a limit, or where the run was asked to stop."""
+    address = own(f"import time\n{kind}def f(a, b, c, d): time.sleep(600)")
+    done = subprocess.run([sys.executable, "-c", STUCK, address, *args], capture_output=True, text=True, timeout=100)
+    place = address.replace(":f", ": f")
+    named, last = done.stderr.splitlines()
+    assert named.startswith(f"{place} on prompt q has not returned for 0.2 s; the run ends where")
+    assert last.startswith(f"error: {place} on prompt q has not returned for ") and done.returncode == 2
+
+
+# ---- the trial on an invented trajectory
 
 
 @pytest.mark.parametrize(
     "source, words",
     [
-        ("def f(samples): return 1.0", r"takes \(samples\); it must take \(data_source, "),
-        ("def f(trajectory, prompts): return 1.0", r"takes \(trajectory, prompts\); .* or \(trajectory, prompt\) or"),
-        ("async def f(trajectory, prompt, level): return 1.0", r"takes \(trajectory, prompt, level\)"),
-    ],
-)
-def test_a_wrong_signature_is_found_before_a_model_is_loaded(tmp_path, source, words):
-    (tmp_path / "r.py").write_text(source)
-    with pytest.raises(UserError, match=words):
-        load_custom("reward.file", f"{tmp_path}/r.py:f")
-
-
-@pytest.mark.parametrize(
-    "source, words",
-    [
+        ("def f(a, b, c, d): return d['level']", r"failed on prompt q, trajectory invented, before.*KeyError: 'level'"),
         ("async def f(trajectory, prompt): return trajectory.no_such", r"invented, before the run.*no_such"),
+        ("def f(a, b, c, d): return float('nan')", "the returned score is nan; it must be finite"),
         ("def f(trajectories, prompts): return []", "returned 0 scores for 2 samples"),
     ],
 )
-def test_a_function_of_whole_trajectories_is_tried_on_an_invented_one(tmp_path, source, words):
-    (tmp_path / "r.py").write_text(source)
+def test_a_function_is_tried_before_anything_is_sampled(own, source, words):
     with pytest.raises(UserError, match=words):
-        load_custom("reward.file", f"{tmp_path}/r.py:f").try_on(Prompt("q", [], ["4"]), codec_of("qwen2_5"))
-    (tmp_path / "s.py").write_text("def f(trajectory, prompt): return trajectory.turns[-1].end + len(trajectory.text)")
-    load_custom("reward.file", f"{tmp_path}/s.py:f").try_on(Prompt("q", [], ["4"]), codec_of("qwen2_5"))
+        custom_of(own(source)).try_on(Prompt("q", [], ["4"], meta={"extra_info": {}}), codec_of("qwen2_5"))
 
 
-def test_an_async_function_works_in_any_thread(tmp_path):
-    (tmp_path / "r.py").write_text(WHOLE)
-    group, custom = make_group(), load_custom("reward.file", f"{tmp_path}/r.py:single")
-    thread = threading.Thread(target=lambda: score_groups([group], RewardConfig(), custom, tools=LOADED))
-    thread.start()
-    thread.join(60)
-    assert [t.reward for t in group.trajectories] == [5.0, 6.0]
-    assert asyncio.iscoroutinefunction(custom.function)
+TRIED = """
+from arpo.rewards import score
+
+def f(trajectory, prompt):
+    if trajectory.stop_reason == "length":
+        return 0.0
+    result = score(trajectory.text, ["4"], "math", segments=trajectory.segments, form=prompt.meta["form"])
+    assert result.total == 1.0 and trajectory.turns[-1].end == len(trajectory.token_ids), (result, trajectory)
+    trajectory.check()
+    return result.total
+"""
+
+
+@pytest.mark.parametrize("opens_think", [False, True])
+@pytest.mark.parametrize("make_codec", [codec_of, hermes_codec])
+def test_a_trial_gets_the_rows_own_fields_and_a_well_formed_answer_in_the_protocols_form(own, make_codec, opens_think):
+    codec = make_codec("qwen2_5", **({"chat_template": opening_template()} if opens_think else {}))
+    assert bool(codec._opened) == opens_think
+    custom_of(own(TRIED)).try_on(Prompt("q", [], ["4"], meta={"form": codec.format}), codec)

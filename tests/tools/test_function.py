@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from arpo.errors import UserError
@@ -27,13 +28,24 @@ async def shout(text: str) -> str:
     return text.upper()
 
 
-def nothing() -> None:
-    """Do nothing."""
+def give(value: object):
+    """Return a function that returns this."""
+
+    def nothing():
+        """Do nothing."""
+        return value
+
+    return nothing
 
 
-def pair() -> dict:
-    """Return more than a text."""
-    return {"ü": [1, None]}
+def yields(query: str):
+    """Yield."""
+    yield query
+
+
+async def streams(query: str):
+    """Yield."""
+    yield query
 
 
 def stop():
@@ -62,9 +74,16 @@ async def sleep_awaiting():
         (divide, '{"a": 3}', "1.5"),
         (divide, '{"a": 3, "b": 4.0}', "0.75"),  # JSON's 4.0 is an integer
         (shout, "hi", "HI"),
-        (nothing, "{}", "(no output)"),
-        (pair, "{}", '{"ü": [1, null]}'),
         (in_thread, "{}", "true"),
+        (give(None), "{}", "(no output)"),
+        (give({"ü": [1, None]}), "{}", '{"ü": [1, null]}'),
+        (give((1, 2)), "{}", "[1, 2]"),
+        (give([]), "{}", "[]"),
+        # fastmcp #3829, agno #2834, hermes-agent PR #19877
+        (give(b"caf\xc3\xa9 \xff"), "{}", "café \ufffd"),
+        (give(np.float32(0.5)), "{}", "0.5"),
+        (give({"a": np.arange(2)}), "{}", '{"a": [0, 1]}'),
+        (give({1.5}), "{}", "[1.5]"),
     ],
 )
 def test_what_a_function_returns_is_the_result(function, argument, text):
@@ -89,3 +108,9 @@ def test_a_failure_is_an_error_that_the_model_reads(function, argument, kind, te
 def test_only_an_error_of_the_user_ends_the_run():
     with pytest.raises(UserError, match="renew it"):
         run(stop, "{}")
+
+
+@pytest.mark.parametrize("function", [yields, streams])
+def test_a_generator_is_no_result(function):
+    with pytest.raises(UserError, match=r"tools\.names: \w+ yields its result; return it, as a text or a list"):
+        FunctionTool(function)

@@ -4,7 +4,6 @@ first dump. The kinds are of public reports, which the cases name."""
 import gzip
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,13 +11,11 @@ import torch
 from helpers.fakes import EchoTool
 from helpers.families import hermes_codec
 from helpers.models import build_tiny_tokenizer
-from helpers.scripted_rollout import CODEC, SHORT, call_then_answer, play
+from helpers.scripted_rollout import CODEC, call_then_answer, play
 
-from arpo.errors import UserError
 from arpo.log.dumps import DumpWriter, read_dump
 from arpo.protocol import TagsCodec
 from arpo.protocol.calls import TRUNCATION_MARK
-from arpo.tools.function import FunctionTool
 from arpo.tools.interface import ToolResult, plain
 from arpo.trajectory import StopReason, ToolCall
 
@@ -155,50 +152,7 @@ def test_megabytes_of_a_tool_do_not_hold_up_a_rollout(tmp_path):
     assert all(len(json.dumps(row)) < 20_000 for row in dumped(tmp_path, [group]))
 
 
-# ---- functions
-
-
-def test_a_function_may_return_bytes_arrays_and_numbers_of_numpy():
-    """fastmcp #3829, agno #2834, hermes-agent PR #19877."""
-    values = {
-        b"caf\xc3\xa9 \xff": "café \ufffd", np.float32(0.5): "0.5", True: "true", (1, 2): "[1, 2]", None: "(no output)"
-    }  # fmt: skip
-    values = [*values.items(), ({"a": np.arange(2)}, '{"a": [0, 1]}'), ({1.5}, "[1.5]"), ([], "[]")]
-
-    for value, text in values:
-
-        def search(query: str):
-            """Search.
-
-            Args:
-                query: What to look for.
-            """
-            return value  # noqa: B023
-
-        [group] = play(call_then_answer, cfg=replace(SHORT, group_size=1), tools=[FunctionTool(search)])
-        assert group.trajectories[0].tool_calls[0].result == text
-
-
-def test_a_generator_is_no_result():
-    def yields(query: str):
-        """Search.
-
-        Args:
-            query: What to look for.
-        """
-        yield query
-
-    async def streams(query: str):
-        """Search.
-
-        Args:
-            query: What to look for.
-        """
-        yield query
-
-    for function in (yields, streams):
-        with pytest.raises(UserError, match=r"tools\.names: \w+ yields its result; return it, as a text or a list"):
-            FunctionTool(function)
+# ---- several calls
 
 
 def test_results_of_several_calls_are_cut_in_every_form():

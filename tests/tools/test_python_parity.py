@@ -7,6 +7,8 @@ without what is guessed ("Did you mean") and the members of an exception group.
 import os
 import subprocess
 import sys
+import tempfile
+from functools import cache
 
 import pytest
 from helpers.python_tools import HANG_S, TIERS, start
@@ -105,11 +107,13 @@ def sandbox(request):
     tool.sandbox.close()
 
 
-def reference(code: str, folder: str) -> Reply:
-    done = subprocess.run(
-        [sys.executable, "-B", "-u", "-c", code],  # unbuffered, as ours is for the first writes
-        stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, cwd=folder, timeout=HANG_S, text=True,
-    )  # fmt: skip
+@cache
+def reference(name: str) -> Reply:
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-B", "-u", "-c", SNIPPETS[name]],  # unbuffered, as ours is for the first writes
+            stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, cwd=folder, timeout=HANG_S, text=True,
+        )  # fmt: skip
     return Reply("", done.returncode, done.stdout, done.stderr)
 
 
@@ -119,7 +123,7 @@ def last_error(stderr: str) -> str:
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
-def test_code_comes_to_the_same_as_under_python_u_c(sandbox, name, tmp_path):
-    ours, theirs = sandbox.run(SNIPPETS[name]), reference(SNIPPETS[name], str(tmp_path))
+def test_code_comes_to_the_same_as_under_python_u_c(sandbox, name):
+    ours, theirs = sandbox.run(SNIPPETS[name]), reference(name)
     assert (ours.exit_code, ours.stdout) == (theirs.exit_code, theirs.stdout), (ours, theirs)
     assert last_error(ours.stderr) == last_error(theirs.stderr)

@@ -1,12 +1,12 @@
 """Metrics of the tools agree with the trajectories' records; and what the calls cost."""
 
 import asyncio
-import json
 import random
 from collections import Counter
 
 import pytest
 from helpers.fakes import ScriptedEngine
+from helpers.files import write_jsonl
 from helpers.scripted_rollout import ANSWER, CODEC, TOKENIZER, prompt
 
 from arpo.config.tools import SearchConfig, ToolsConfig
@@ -27,8 +27,7 @@ SEARCHES = ["otter", "fox", "zebra", "nothing at all"]
 def groups(tmp_path_factory) -> list[Group]:
     """A rollout with branches: real searches from a priced tool, some repeated, some malformed, some over the limit."""
     folder = tmp_path_factory.mktemp("ledger")
-    corpus = folder / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"contents": f"the {x} is wet, Straße"}) + "\n" for x in SEARCHES[:3]))
+    corpus = write_jsonl(folder / "corpus.jsonl", [{"contents": f"the {x} is wet, Straße"} for x in SEARCHES[:3]])
     search = SearchConfig(backend="local", corpus=str(corpus), cache=str(folder / "cache.sqlite"))
 
     def script(prompt_id: str, path: str, turn: int) -> tuple[str, float]:
@@ -93,18 +92,13 @@ def test_the_numbers_of_a_step_each_have_one_name():
 
 
 def test_money_is_paid_for_answers_and_not_for_cache_hits_or_errors(groups):
-    calls = records(groups)
-    assert all(
-        call["cost"] == (0.25 if call["executed"] and call["ok"] and not call["cached"] else 0) for call in calls
-    )
+    calls, values = records(groups), rollout_metrics(groups).values()
+    for call in calls:
+        assert call["cost"] == (0.25 if call["executed"] and call["ok"] and not call["cached"] else 0)
     distinct = {call["argument"] for call in calls if call["executed"] and call["ok"]}
-    assert rollout_metrics(groups)["tools/search/cost"] == 0.25 * len(distinct)
-
-
-def test_costs_per_correct_answer_count_wrong_answers_too(groups):
-    values = rollout_metrics(groups).values()
+    assert values["tools/search/cost"] == 0.25 * len(distinct)
     num_correct = sum(t.reward > 0 for group in groups for t in group.trajectories)
-    assert values["response/solved"] == num_correct == 8
+    assert values["response/solved"] == num_correct == 8  # wrong answers cost too
     assert values["tools/all/calls_per_correct"] == values["tools/all/calls"] / num_correct
     assert values["tools/all/cost_per_correct"] == values["tools/all/cost"] / num_correct
 
@@ -117,15 +111,13 @@ def test_ranks_that_each_count_their_share_get_the_whole(groups):
 
 
 def test_without_calls_their_number_is_zero_and_without_a_correct_answer_it_has_no_quotient():
-    wrong = Trajectory("p", "0", reward=0.0, turns=[Turn(0)])
-    values = rollout_metrics([Group(prompt(), [wrong])]).values()
-    assert {name for name in values if name.startswith("tools/")} == {
-        "tools/all/calls", "tools/calls_per_trajectory", "tools/inherited",
-    }  # fmt: skip
-    called = Trajectory(
-        "p", "0", reward=0.0, turns=[Turn(0, tool_calls=[ToolCall("search", "q", "r", ok=True, cost=1.0)])]
-    )
-    values = rollout_metrics([Group(prompt(), [called])]).values()
+    def of_a_wrong_one(*calls: ToolCall) -> dict[str, float]:
+        wrong = Trajectory("p", "0", reward=0.0, turns=[Turn(0, tool_calls=list(calls))])
+        values = rollout_metrics([Group(prompt(), [wrong])]).values()
+        return {name: value for name, value in values.items() if name.startswith("tools/")}
+
+    assert of_a_wrong_one().keys() == {"tools/all/calls", "tools/calls_per_trajectory", "tools/inherited"}
+    values = of_a_wrong_one(ToolCall("search", "q", "r", ok=True, cost=1.0))
     assert values["tools/all/cost"] == 1.0 and not any(name.endswith("_per_correct") for name in values)
 
 
@@ -140,8 +132,7 @@ def test_percentiles_are_those_of_all_values():
 
 
 def test_identical_searches_at_once_are_paid_once(tmp_path):
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"contents": "the otter is wet"}\n')
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"contents": "the otter is wet"}])
     tool = SearchTool(SearchConfig(backend="local", corpus=str(corpus)))
 
     async def eight() -> list[ToolResult]:
@@ -188,12 +179,8 @@ def test_tools_of_a_file_can_have_a_price_those_of_a_frozen_class_too(tmp_path):
     )
     names = tuple(f"{tmp_path}/mine.py:{name}" for name in ("echo", "Frozen"))
     cfg = ToolsConfig(names=names, price_per_call=("echo=0.25", "frozen=0.5"))
-    price_by_tag = prices_of(cfg)
-    answers = {
-        tag: asyncio.run(answer(tool, '{"text": "x"}', None, price=price_by_tag[tag]))
-        for tag, tool in make_tools(cfg).items()
-    }
-    assert {tag: (found.ok, found.cost) for tag, found in answers.items()} == {
-        "echo": (True, 0.25),
-        "frozen": (True, 0.5),
-    }
+    costs = {}
+    for tag, tool in make_tools(cfg).items():
+        found = asyncio.run(answer(tool, '{"text": "x"}', None, price=prices_of(cfg)[tag]))
+        costs[tag] = (found.ok, found.cost)
+    assert costs == {"echo": (True, 0.25), "frozen": (True, 0.5)}
