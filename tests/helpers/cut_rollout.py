@@ -111,6 +111,14 @@ def sampler_with(ranks: Ranks, script, tools, cfg, branching, *, score=None, run
     )
 
 
+def random_tree(prompt_id: str, path: str, turn: int) -> tuple[str, float]:
+    """A script: thoughts of all lengths, up to four calls, an answer."""
+    rng = random.Random(f"{prompt_id}|{path}|{turn}")
+    think = f"<think>{'word ' * rng.choice([0, 1, 8, 30])}</think>"
+    call = rng.random() < 0.6 and turn < 4
+    return think + (f"<search>{turn}@{path}</search>" if call else "<answer>\\boxed{1}</answer>"), rng.uniform(0.2, 2.0)
+
+
 def make(
     ranks: Ranks, script, tools, cfg, branching, *, num_prompts: int, score=None, runner=ToolRunner, per_step=7
 ) -> CarryOver:

@@ -14,33 +14,40 @@ CODE = {"type": "object", "properties": {"code": {"type": "string"}}, "required"
 TOOLS = {"python": ToolSchema("python", "Runs code.", CODE), "add": ToolSchema("add", "Adds.", ADD)}
 
 
-def block(name: object, arguments: object, *, closed: bool = True) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n" + "</tool_call>" * closed
+def block(name: object, arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 PYTHON, SUM = block("python", {"code": "print(1)\n"}), block("add", {"b": 2, "a": 1.5})
+
+
+TRICKY = block("python", {"code": "print('<think>')"})
 
 
 def calls_of(text: str) -> list[tuple[str, str, str | None]]:
     return [(call.tag, call.argument, call.error_kind) for call in parse_calls(text, TOOLS)]
 
 
-def test_a_tool_of_one_text_gets_it_bare_and_another_gets_canonical_json():
-    assert calls_of(f"I add. {SUM}{PYTHON}") == [("add", '{"a": 1.5, "b": 2}', None), ("python", "print(1)", None)]
-
-
-@pytest.mark.parametrize("text", ["", "The answer is \\boxed{4}.", "</tool_call>", "<tool_calls>", "<think>x</think>"])
-def test_a_turn_without_a_block_has_no_calls(text):
-    assert parse_calls(text, TOOLS) == []
-
-
-def test_thoughts_contain_no_calls_but_arguments_may_contain_thoughts():
-    tricky = block("python", {"code": "print('<think>')"})
-    assert [call.argument for call in parse_calls(f"<think>or {SUM}?</think>{tricky}{PYTHON}", TOOLS)] == [
-        "print('<think>')", "print(1)",
-    ]  # fmt: skip
-    assert parse_calls(f"<think>never closed {SUM}", TOOLS) == []
-    assert calls_of(f"<think>a</think>{SUM}<think>{PYTHON}</think>") == calls_of(SUM)
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        # a tool of one text gets it bare, another gets canonical JSON
+        (f"I add. {SUM}{PYTHON}", [("add", '{"a": 1.5, "b": 2}', None), ("python", "print(1)", None)]),
+        # whole JSON whose tag is not closed is a call
+        (PYTHON.removesuffix("</tool_call>"), [("python", "print(1)", None)]),
+        # thoughts contain no calls, but arguments may contain thoughts
+        (f"<think>or {SUM}?</think>{TRICKY}{PYTHON}",
+         [("python", "print('<think>')", None), ("python", "print(1)", None)]),
+        (f"<think>a</think>{SUM}<think>{PYTHON}</think>", [("add", '{"a": 1.5, "b": 2}', None)]),
+        (f"<think>never closed {SUM}", []),
+        # arguments that are JSON in a text are not encoded twice: Granite 4 writes them
+        # (vLLM's test_hermes_parser_non_streaming_serialized_arguments)
+        (block("add", '{"a": 1, "b": 2}'), [("add", '{"a": 1, "b": 2}', None)]),
+        *((text, []) for text in ("", "It is \\boxed{4}.", "</tool_call>", "<tool_calls>", "<think>x</think>")),
+    ],
+)  # fmt: skip
+def test_these_are_the_calls_of_a_turn(text, calls):
+    assert calls_of(text) == calls
 
 
 @pytest.mark.parametrize(
@@ -87,26 +94,16 @@ def test_deep_nesting_is_refused_before_python_gives_up_on_it(around, depth):
     assert call.error_kind == "bad_arguments"
 
 
-def test_arguments_that_are_json_in_a_text_are_not_encoded_twice():
-    """Granite 4 writes them (vLLM's test_hermes_parser_non_streaming_serialized_arguments)."""
-    assert calls_of(block("add", '{"a": 1, "b": 2}')) == calls_of(block("add", {"a": 1, "b": 2}))
+def test_a_call_has_a_name_where_its_arguments_are_json_in_a_text_and_none_where_they_are_not():
     assert HermesRules.name_of('{"name": "add", "arguments": "{\\"a\\": 1}"}') == "add"
     assert HermesRules.name_of('{"name": "add", "arguments": "hello"}') is None
 
 
-def test_a_wrong_call_leaves_the_others_as_they_are():
+def test_a_wrong_call_leaves_the_others_as_they_are_and_a_tool_that_is_not_offered_is_unknown():
     kinds = [call.error_kind for call in parse_calls(SUM + "<tool_call>{</tool_call>" + PYTHON, TOOLS)]
     assert kinds == [None, "bad_json", None]
-
-
-def test_whole_json_whose_tag_is_not_closed_is_a_call():
-    assert calls_of(PYTHON.removesuffix("</tool_call>")) == calls_of(PYTHON)
-
-
-def test_a_tool_that_is_not_offered_is_unknown():
-    [call] = parse_calls(SUM, {"python": TOOLS["python"]})
-    assert (call.tag, call.error_kind) == ("unknown", "unknown_tool")
-    assert "There are: none." in parse_calls(SUM, {})[0].error
+    [call] = parse_calls(SUM, {})
+    assert (call.tag, call.error_kind) == ("unknown", "unknown_tool") and "There are: none." in call.error
 
 
 # ---- vLLM's own parser as an oracle

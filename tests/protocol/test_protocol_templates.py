@@ -101,22 +101,6 @@ def test_all_turns_of_a_dialogue_are_trained_where_the_template_leaves_them_as_t
     assert text == rendered(family, "x", "u:a", "a:b <result>1</result> c", "u:d", "a:e")
 
 
-@pytest.mark.parametrize("family", ["qwen2_5", "llama3_1"])
-def test_the_text_is_what_the_whole_template_renders(family):
-    codec = codec_of(family)
-    messages = dialogue("u:a", "a:<think> t </think>b", "u: c ", "a:d")
-    whole = codec.tokenizer.apply_chat_template(messages, tokenize=False)
-    assert codec.tokenizer.decode(codec.render_conversation(messages).token_ids) == whole
-
-
-def test_qwen3_would_lose_all_thoughts_but_the_first_of_a_trajectory_and_we_do_not():
-    codec = codec_of("qwen3")
-    trajectory = "<think> a </think><search> s </search> <result>\nr\n</result><think> b </think>done"
-    messages = dialogue("u:q", f"a:{trajectory}")
-    assert "<search>" not in codec.tokenizer.apply_chat_template(messages, tokenize=False)
-    assert trajectory + "<|im_end|>" in codec.tokenizer.decode(codec.render_conversation(messages).token_ids)
-
-
 @pytest.mark.parametrize("enable_thinking", [True, False])
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_fix(enable_thinking):
     codec = codec_of("qwen3", enable_thinking=enable_thinking)

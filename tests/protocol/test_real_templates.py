@@ -151,9 +151,8 @@ def test_a_line_break_before_a_call_without_a_text_is_trained():
         assert row_text(codec, "hermes", messages) == rendered(codec, messages, generation=False)
 
 
-@pytest.mark.parametrize(
-    "form", ["%B %d, %Y", "%Y-%m-%d", "%d %b %Y", "%A"]
-)  # Granite-3.3's, Hermes', Llama's, one more
+# Granite-3.3's, Hermes', Llama's, one more
+@pytest.mark.parametrize("form", ["%B %d, %Y", "%Y-%m-%d", "%d %b %Y", "%A"])
 def test_a_prompt_of_today_is_a_prompt_of_tomorrow(form):
     codec = codec_of(f"{{{{ strftime_now('{form}') }}}}" + TURN + NEXT)
     text = codec.tokenizer.decode(codec.render_prompt([ASKED]))
@@ -165,13 +164,11 @@ def test_a_system_message_that_the_template_forbids_is_one_line_with_the_row():
     forbids = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     codec = codec_of(forbids + TURN + NEXT)
     prompts = [Prompt("q1", [ASKED], ["a"]), Prompt("q2", [SYSTEM, ASKED], ["a"])]
-    assert tokenize_prompts(
-        prompts[:1], codec.render_prompt, max_prompt_tokens=99, overlong="error", path="train.jsonl"
-    )
-    with pytest.raises(
-        UserError, match=r"^train.jsonl: q2: .*system, user .*System role not supported.*system_prompt=n"
-    ):
-        tokenize_prompts(prompts, codec.render_prompt, max_prompt_tokens=99, overlong="error", path="train.jsonl")
+    options = {"max_prompt_tokens": 99, "overlong": "error", "path": "train.jsonl"}
+    assert tokenize_prompts(prompts[:1], codec.render_prompt, **options)
+    words = r"^train.jsonl: q2: .*system, user .*System role not supported.*system_prompt=n"
+    with pytest.raises(UserError, match=words):
+        tokenize_prompts(prompts, codec.render_prompt, **options)
 
 
 def test_of_named_templates_the_one_for_tools_is_tried_for_tools():

@@ -26,16 +26,21 @@ def calls_of(text: str) -> list[tuple[str, str, str | None]]:
     return [(call.tag, call.argument, call.error_kind) for call in XmlCodec.parse_calls(text, TOOLS)]
 
 
-def test_a_tool_of_one_text_gets_it_bare_and_another_gets_canonical_json_of_the_types_of_its_schema():
-    assert calls_of(f"I add.\n\n{SUM}\n{PYTHON}") == [
-        ("add", '{"a": 1.5, "b": 2}', None), ("python", "print('</tool>')", None),
-    ]  # fmt: skip
-    assert calls_of("<tool_call><function=python><parameter=code>1</parameter></function></tool_call>")[0][1] == "1"
+ADDED = ("add", '{"a": 1.5, "b": 2}', None)
 
 
-@pytest.mark.parametrize("text", ["", "\\boxed{4}", f"<think>or {SUM}?</think>4", f"<think>{SUM}", "<function> of x"])
-def test_a_turn_without_a_block_has_no_calls(text):
-    assert XmlCodec.parse_calls(text, TOOLS) == []
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        # a tool of one text gets it bare, another gets canonical JSON of the types of its schema
+        (f"I add.\n\n{SUM}\n{PYTHON}", [ADDED, ("python", "print('</tool>')", None)]),
+        ("<tool_call><function=python><parameter=code>1</parameter></function></tool_call>", [("python", "1", None)]),
+        (SUM.removesuffix("</tool_call>"), [ADDED]),  # whole functions whose block is not closed are calls
+        *((text, []) for text in ("", "4", f"<think>or {SUM}?</think>4", f"<think>{SUM}", "<function> of x")),
+    ],
+)
+def test_these_are_the_calls_of_a_turn(text, calls):
+    assert calls_of(text) == calls
 
 
 @pytest.mark.parametrize(
@@ -84,10 +89,6 @@ def test_what_is_no_whole_block_is_not_well_formed(said, error):
     assert FORMS["xml"].rules.turn_error(said, False, ("add", "python")) == error
 
 
-def test_whole_functions_whose_block_is_not_closed_are_calls():
-    assert calls_of(block("add", b="2", a="1.5", closed=False)) == calls_of(SUM)
-
-
 def test_parameters_that_never_end_are_read_in_no_time():
     """Looked for from each begin on, they would take the square of their number."""
     assert read_function(f"<function=f>{'<parameter=a>' * 200_000}</function>") is None
@@ -132,9 +133,7 @@ def their_calls():
     from helpers.families import blocks_tokenizer
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
     from vllm.parser.engine.adapters import make_adapters
-    from vllm.parser.qwen3 import (
-        Qwen3Parser,
-    )  # qwen3_coder and qwen3_xml; by these names it wants a parser of Mistral's
+    from vllm.parser.qwen3 import Qwen3Parser  # of qwen3_coder; by that name it wants a parser of Mistral's
 
     tokenizer = blocks_tokenizer("qwen3_5")
     function = {"name": "f", "parameters": {"type": "object", "properties": PROPERTIES}}

@@ -344,7 +344,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("prediction", "answer", "equal"),
-    [pytest.param(*case, id=f"{name}-{case[:2]}") for name in CASES for case in CASES[name]],
+    [pytest.param(*case, id=f"{name}-{case[:2]}"[:120]) for name in CASES for case in CASES[name]],
 )
 def test_doubtful_answers_are_graded_as_the_docs_say(prediction, answer, equal):
     assert math_equal(prediction, answer) is equal

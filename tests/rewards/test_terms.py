@@ -324,7 +324,6 @@ NO_NUMBER = r"r\.py: f: prompt q-0, trajectory 0: the returned score is None; it
         ("async def f(trajectory, prompt): raise KeyError('x')", r"f failed on prompt q-0, trajectory 0 \(KeyError"),
         ("def f(trajectories, prompts): raise KeyError('x')", r"r\.py: f failed on 2 samples from prompt q-0"),
         ("async def f(trajectories, prompts): return 1.0", r"f failed on 2 samples .*TypeError"),
-        ("def f(trajectories, prompts): return [1.0]", r"returned 1 scores for 2 samples"),
         ("async def f(trajectories, prompts): return [1.0]", r"returned 1 scores for 2 samples"),
         ("def f(d, s, g, e): return None", NO_NUMBER),
         ("async def f(trajectory, prompt): return None", NO_NUMBER),

@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 from helpers.cut_rollout import CutEngine, PunctualRunner, advance, make, moved, plain, play_cut, saved, train
 from helpers.fakes import EchoTool
-from helpers.ranks import mesh_of_one, ranks_of
-from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, call_then_answer, prompt, score
+from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, prompt, score
 from helpers.stateful import ForkedNotes, Notes, shared_texts, sharing
 
 from arpo.errors import UserError
@@ -25,7 +24,7 @@ from arpo.sampling.carried_state import check_nothing_is_left, restore
 from arpo.sampling.carry_over import Carried, StartedGroup
 from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolRunner
-from arpo.trajectory import Group, StopReason, Trajectory, Turn
+from arpo.trajectory import Group, Trajectory, Turn
 
 NONE = BranchingConfig(selector="none", num_initial_rollouts=4)
 FAST = [
@@ -65,12 +64,6 @@ def world(seed: int):
     return script
 
 
-@pytest.fixture(scope="module")
-def alone():
-    with mesh_of_one() as mesh:
-        yield ranks_of(mesh)
-
-
 # ---- a turn that is cut
 
 
@@ -93,30 +86,6 @@ def test_a_rollout_that_is_cut_at_random_moments_is_the_one_that_is_not(branchin
         assert all(len(group.trajectories) == WORLD.group_size for group in cut)
         num_cut_turns += len(engines[1].submitted) - len(engines[0].submitted)
     assert num_cut_turns > 20
-
-
-@pytest.mark.parametrize("num_sampled", range(1, 3 + len("<think>t</think></search>") - 7))
-def test_a_stop_string_is_seen_wherever_the_cut_was(num_sampled):
-    """In tags of one token each and in letters: what is sampled behind the call, before anybody looks, is dropped."""
-    text = {0: "<think>t</think></python> and on", 1: ANSWER}
-    engine = CutEngine(TOKENIZER, lambda _p, _t, turn: text[turn], tokens_per_step=num_sampled)
-    runner = ToolRunner({"python": EchoTool("python", "2")})
-    loop = Rollout(engine, runner, CODEC, replace(SHORT, group_size=1), NONE)
-    try:
-        group = loop.start_group(prompt(tools=("python",)), "0|0")
-        advance(loop)
-        engine.abort(list(loop.decoding))
-        engine.tokens_per_step = 50
-        for live in loop.decoding.values():
-            loop.submit(live)
-        while loop.num_unfinished:
-            advance(loop)
-    finally:
-        runner.close()
-    [t] = group.to_group().trajectories
-    assert CODEC.decode(t.token_ids[: t.turns[0].end]) == "<think>t</think></python>"
-    assert t.turns[0].tool_calls[0].error_kind == "unopened_tag" and t.stop_reason == StopReason.EOS
-    assert t.rollout_logprobs[: t.turns[0].end] == [-0.01 * (n + 1) for n in range(t.turns[0].end)]
 
 
 def test_the_rest_of_a_turn_has_a_seed_and_an_entropy_window_of_its_own():
@@ -166,21 +135,6 @@ def test_every_prompt_is_trained_on_once_and_none_is_older_than_the_bound(alone,
                 assert list(versions) == sorted(set(versions)) and step - bound <= versions[0] <= versions[-1] <= step
 
 
-def test_a_carried_run_samples_what_a_run_without_cuts_samples(alone):
-    prompts = [prompt(f"p{i}") for i in range(12)]
-    for branching in FAST[:2]:
-        runs = []
-        for per_step in (7, 2):  # other cuts
-            tools = [EchoTool("search", "found"), EchoTool("python", "2")]
-            carry = make(alone, world(5), tools, CARRIES, branching, num_prompts=4, per_step=per_step)
-            runs.append({g.prompt.prompt_id: g for groups in train(carry, prompts, 1, 3, 3) for g in groups})
-            carry.sampler.tools.close()
-        # the draws of a rule are named after the step in which a group began: only texts can be compared
-        for prompt_id, group in runs[0].items():
-            roots = [{t.text for t in run.trajectories if t.parent_id is None} for run in (group, runs[1][prompt_id])]
-            assert roots[0] & roots[1]
-
-
 LONG = "p1"
 
 
@@ -196,10 +150,8 @@ def test_a_slow_prompt_is_carried_and_then_waited_for(alone, bound):
         prompts = [prompt(f"p{i}") for i in range(10)]
         steps = train(carry, prompts, 1, 1, 5)
         # p1 and the last of p0 to p3 go on: whoever begins again from the data alone begins with p1
-        assert (carry.started_groups[0].number, carry.started_groups[0].is_finished) == (
-            1,
-            False,
-        ) and carry.num_to_redraw == 3
+        first = carry.started_groups[0]
+        assert (first.number, first.is_finished, carry.num_to_redraw) == (1, False, 3)
         steps += train(carry, prompts, 2, 5, 5, num_drawn=carry.num_drawn)
     finally:
         carry.sampler.tools.close()
@@ -226,21 +178,18 @@ def test_a_look_at_the_other_ranks_does_not_go_through_all_groups_that_they_have
 
     ticks = iter(range(1, 999))
     carry = make(alone, one_slow, [EchoTool("search")], replace(WORLD, carry_over=1), NONE, num_prompts=4)
+    carry.sampler.tools.close()
     carry._store, carry._poller.clock = dist.HashStore(), lambda: next(ticks)
     started = [(0, 1, False), (1, 1, True), (2, 1, True), (3, 1, False)]
     carry.started_groups = CountedOnce(StartedGroup(*group) for group in started)
-    try:
-        carry.begin_step(2, [])
-        counts = []
-        for begun in (2, 1, 2, 1):  # a group of this step, one that was due, and again
-            counts.append(carry.is_done)
-            state = GroupState(prompt(), 0, budget=None)
-            carry.carried = [Carried(9, begun, state)]
-            carry.on_finished(state)
+    carry.begin_step(2, [])
+    counts = []
+    for begun in (2, 1, 2, 1):  # a group of this step, one that was due, and again
         counts.append(carry.is_done)
-    finally:
-        carry.sampler.tools.close()
-    assert counts == [False, False, False, False, True]  # enough are whole after two, but one more is due
+        state = GroupState(prompt(), 0, budget=None)
+        carry.carried = [Carried(9, begun, state)]
+        carry.on_finished(state)
+    assert [*counts, carry.is_done] == [False, False, False, False, True]  # enough after two, but one more is due
 
 
 def test_a_prompt_of_the_next_epoch_waits_for_its_earlier_group(alone):
@@ -307,28 +256,6 @@ def test_a_validation_in_between_disturbs_no_session_and_waits_for_none(kind, li
         runner.close()
     check(groups)
     assert num_between > 1 and tool.num_open == 0 and (not limit or tool.most_open <= limit)
-
-
-def test_calls_go_on_while_all_is_paused(alone):
-    tool = EchoTool("search", "found", jitter_s=0.0)
-    runner = ToolRunner({"search": tool})
-    engine = CutEngine(TOKENIZER, call_then_answer, tokens_per_step=99)
-    loop = Rollout(engine, runner, CODEC, SHORT, NONE)
-    try:
-        group = loop.start_group(prompt(), "0|0")
-        advance(loop)
-        assert runner.num_pending == 4
-        runner.park()
-        assert runner.num_pending == 0 and runner.collect(block=False) == []
-        runner.start("another", "search", "between")
-        assert [call_id for call_id, _ in runner.collect(block=True)] == ["another"]
-        runner.unpark()
-        assert runner.num_pending == 4
-        while loop.num_unfinished:
-            advance(loop)
-    finally:
-        runner.close()
-    assert [t.stop_reason for t in group.to_group().trajectories] == [StopReason.EOS] * 4 and len(tool.arguments) == 5
 
 
 # ---- checkpoints

@@ -1,13 +1,11 @@
 """The rollouts of a run: whatever the source, each prompt that was drawn is trained on exactly once, or drawn again."""
 
-import random
 from dataclasses import replace
 
 import pytest
-from helpers.cut_rollout import sampler_with
+from helpers.cut_rollout import random_tree, sampler_with
 from helpers.fakes import EchoTool
-from helpers.ranks import mesh_of_one, ranks_of
-from helpers.scripted_rollout import prompt
+from helpers.scripted_rollout import prompt, score
 
 from arpo.data import PromptOrder
 from arpo.errors import UserError
@@ -16,7 +14,6 @@ from arpo.ranks import Timers
 from arpo.sampling import Rollouts
 from arpo.selection import is_dead
 from arpo.tools.base import ToolResult
-from arpo.trajectory import Group
 
 NUM_PROMPTS, PER_STEP, NUM_STEPS = 24, 4, 6
 CFG = RolloutConfig(group_size=2, max_response_tokens=900, max_result_tokens=200, answer_reserve_tokens=60)
@@ -32,30 +29,9 @@ SOURCES = {
 }
 
 
-def script(prompt_id: str, path: str, turn: int) -> tuple[str, float]:
-    rng = random.Random(f"{prompt_id}|{path}|{turn}")
-    think = f"<think>{'word ' * rng.choice([0, 1, 8, 60])}</think>"
-    call = rng.random() < 0.5 and turn < 2
-    return think + (f"<search>{turn}@{path}</search>" if call else "<answer>1</answer>"), rng.uniform(0.2, 2.0)
-
-
-class Score:
-    on_group = None
-
-    def __call__(self, groups: list[Group]) -> None:
-        for t in (t for group in groups for t in group.trajectories if t.reward is None):
-            t.reward = float(len(t.token_ids) % 2)
-
-
-@pytest.fixture(scope="module")
-def alone():
-    with mesh_of_one() as mesh:
-        yield ranks_of(mesh)
-
-
 def begin(ranks, cfg: RolloutConfig, advantage: AdvantageConfig, *, search=None, branching=BRANCHES) -> Rollouts:
     tools = [search or EchoTool("search", "found", jitter_s=0.001), EchoTool("python", "2")]
-    sampler = sampler_with(ranks, script, tools, cfg, branching, score=Score())
+    sampler = sampler_with(ranks, random_tree, tools, cfg, branching, score=score)
     order = PromptOrder(NUM_PROMPTS, PER_STEP, seed=3, option="data.num_prompts_per_step")
     return Rollouts(sampler, order, [prompt(f"p{i}") for i in range(NUM_PROMPTS)], advantage, NUM_STEPS)
 

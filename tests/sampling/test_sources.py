@@ -1,11 +1,10 @@
-"""Who samples which prompts: the queue on real ranks (gloo, the real store) with scripted engines of unequal speed, and
-in the slow tests on real vLLM. Whoever samples what, the same groups come back in the same order."""
+"""Who samples which prompts: the queue on real ranks (gloo, the real store) with scripted engines of unequal speed.
+Whoever samples what, the same groups come back in the same order; test_pulled_run.py has whole runs on vLLM."""
 
 import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -13,22 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.fakes import EchoTool, ScriptedEngine
-from helpers.models import searching_model
-from helpers.ranks import mesh_of_one, ranks_of, run_ranks
+from helpers.ranks import run_ranks
 from helpers.scripted_rollout import ANSWER, CALL, CODEC, NO_BRANCHES, SHORT, TOKENIZER, call_then_answer, prompt
-from transformers import AutoTokenizer
 
-from arpo.config.sections import EngineConfig
-from arpo.engine import Engine, SamplingSpec
+from arpo.engine import SamplingSpec
 from arpo.engine.team import Team
 from arpo.growing import GroupState
 from arpo.log import Console
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import TagsCodec
 from arpo.ranks import Ranks
 from arpo.sampling.sampler import Sampler
 from arpo.sampling.sources import OneRollout, Refilled
-from arpo.selection import is_dead
 from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
@@ -59,24 +53,18 @@ def by_length(groups: list[Group]) -> None:
         t.reward = float(len(t.token_ids) % 8 == 0)
 
 
-def sampler_of(ranks: Ranks, team: Team | None = None, cfg: RolloutConfig = SHORT, *, max_num_seqs: int = 8) -> Sampler:
+def sampler_with(team: Team, engine, tools: ToolRunner, **options) -> Sampler:
+    fixed = {"codec": CODEC, "log": Console(is_main=False), "seed": 0, "rollout": SHORT, "branching": NO_BRANCHES}
+    return Sampler(team=team, engine=engine, tools=tools, **fixed | options)
+
+
+def sampler_of(ranks: Ranks, team: Team | None = None, *, max_num_seqs: int = 8) -> Sampler:
     """One whose engine is the slower the higher the rank."""
     team = team or Team(ranks)
     engine = SeededEngine(TOKENIZER, None)
     engine.step_s = 0.002 * ranks.rank
     tools = team.tool_runner({"search": EchoTool("search", "found", jitter_s=0.003)})
-    return Sampler(
-        engine=engine,
-        tools=tools,
-        codec=CODEC,
-        team=team,
-        log=Console(is_main=False),
-        seed=0,
-        rollout=cfg,
-        branching=BRANCHES,
-        max_num_seqs=max_num_seqs,
-        score=by_length,
-    )
+    return sampler_with(team, engine, tools, branching=BRANCHES, max_num_seqs=max_num_seqs, score=by_length)
 
 
 def prompts(count: int = NUM_PROMPTS) -> list[Prompt]:
@@ -145,9 +133,8 @@ def two_ranks(ranks: Ranks) -> dict:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict:
-    with mesh_of_one() as mesh:
-        return in_all_ways(ranks_of(mesh))
+def on_one_rank(alone) -> dict:
+    return in_all_ways(alone)
 
 
 @pytest.fixture(scope="module")
@@ -155,11 +142,11 @@ def on_two_ranks() -> list[dict]:
     return run_ranks(2, two_ranks)
 
 
-def test_pulled_prompts_give_the_groups_that_dealt_ones_give_on_any_number_of_ranks(alone, on_two_ranks):
-    expected, none_cut_off = alone["fixed"]
+def test_pulled_prompts_give_the_groups_that_dealt_ones_give_on_any_number_of_ranks(on_one_rank, on_two_ranks):
+    expected, none_cut_off = on_one_rank["fixed"]
     assert [prompt_id for prompt_id, _ in expected] == [f"p{i}" for i in range(NUM_PROMPTS)]
     assert len({str(trajectories) for _, trajectories in expected}) == NUM_PROMPTS and none_cut_off == 0
-    for rank in [alone, *on_two_ranks]:
+    for rank in [on_one_rank, *on_two_ranks]:
         assert all(rank[way] == (expected, 0) for way in ("fixed", "pull", "again"))
 
 
@@ -169,20 +156,20 @@ def first_enough(groups: list[tuple]) -> list[tuple]:
     return groups[: mixed[NUM_WANTED - 1]]
 
 
-def test_a_refilled_step_ends_with_the_prompt_that_completes_it_on_any_number_of_ranks(alone, on_two_ranks):
-    expected = first_enough(alone["fixed"][0])
+def test_a_refilled_step_ends_with_the_prompt_that_completes_it_on_any_number_of_ranks(on_one_rank, on_two_ranks):
+    expected = first_enough(on_one_rank["fixed"][0])
     assert NUM_WANTED + 2 < len(expected) < NUM_PROMPTS  # some are dead
-    for rank in [alone, *on_two_ranks]:
+    for rank in [on_one_rank, *on_two_ranks]:
         for way in ("refilled", "refilled from a share"):
             groups, num_cut_off = rank[way]
             assert groups == expected and 0 <= num_cut_off <= NUM_PROMPTS - len(expected)
 
 
 @pytest.mark.slow
-def test_ranks_that_share_an_engine_pull_as_one(alone):
+def test_ranks_that_share_an_engine_pull_as_one(on_one_rank):
     for rank in run_ranks(4, in_all_ways, 2):
-        assert rank["pull"] == alone["pull"] and rank["refilled"][0] == alone["refilled"][0]
-        assert rank["refilled from a share"][0] == alone["refilled"][0]
+        assert rank["pull"] == on_one_rank["pull"] and rank["refilled"][0] == on_one_rank["refilled"][0]
+        assert rank["refilled from a share"][0] == on_one_rank["refilled"][0]
 
 
 def test_a_rank_that_stands_still_holds_no_more_than_its_engine_does_and_the_others_take_the_rest(on_two_ranks):
@@ -202,25 +189,19 @@ class IdleEngine:
         assert request_ids == []
 
 
-def source_for(num_prompts: int, rank: int = 0, num_ranks: int = 1, store=None, **options) -> OneRollout:
+def source_for(
+    num_prompts: int, rank: int = 0, num_ranks: int = 1, store=None, *, clocks=None, max_num_seqs=8, group_size=4,
+    dispatch="pull", **options,
+) -> OneRollout:  # fmt: skip
     """One whose engine and tools are never asked for anything but their load."""
     team = Team(Ranks(rank, num_ranks, torch.device("cpu"), mesh=None, store=store))
-    clocks = {name: options.pop(name) for name in ("clock", "sleep") if name in options}
-    cfg = replace(PULL, group_size=options.pop("group_size", 4), dispatch=options.pop("dispatch", "pull"))
-    sampler = Sampler(
-        engine=IdleEngine(),
-        tools=ToolRunner({}),
-        codec=CODEC,
-        team=team,
-        log=Console(is_main=False),
-        seed=0,
-        rollout=cfg,
-        branching=NO_BRANCHES,
-        max_num_seqs=options.pop("max_num_seqs", 8),
-        score=lambda groups: None,
-        **clocks,
+    cfg = replace(SHORT, group_size=group_size, dispatch=dispatch)
+    tools = ToolRunner({})
+    tools.close()
+    score = lambda groups: None  # noqa: E731
+    sampler = sampler_with(
+        team, IdleEngine(), tools, rollout=cfg, max_num_seqs=max_num_seqs, score=score, **clocks or {}
     )
-    sampler.tools.close()
     kind = Refilled if "num_wanted" in options else OneRollout
     return kind(sampler, prompts(num_prompts), "test", **options)
 
@@ -257,17 +238,7 @@ def test_groups_are_handed_out_whole_and_the_first_ones_early(max_at_once):
 
     team = Team(Ranks(0, 1, torch.device("cpu"), mesh=None))
     tools = ToolRunner({"search": EchoTool("search", "found", jitter_s=0.002)})
-    sampler = Sampler(
-        engine=engine,
-        tools=tools,
-        codec=CODEC,
-        team=team,
-        log=Console(is_main=False),
-        seed=0,
-        rollout=SHORT,
-        branching=NO_BRANCHES,
-        on_group=on_group,
-    )
+    sampler = sampler_with(team, engine, tools, on_group=on_group)
     source = OneRollout(sampler, prompts(6), 0, max_at_once=max_at_once)
     try:
         sampler.run(source, "test", 6)
@@ -309,7 +280,7 @@ def refilled(*, num_ranks: int = 1, num_prompts: int = 9, num_wanted: int = 3, d
     store, now = dist.HashStore(), [0.0]
     clocks = {"clock": lambda: now[0], "sleep": lambda seconds: now.__setitem__(0, now[0] + seconds)}
     sizes = {"num_wanted": num_wanted, "group_size": 2, "max_num_seqs": 64, "dispatch": dispatch}
-    return [source_for(num_prompts, rank, num_ranks, store, **sizes, **clocks) for rank in range(num_ranks)]
+    return [source_for(num_prompts, rank, num_ranks, store, clocks=clocks, **sizes) for rank in range(num_ranks)]
 
 
 def test_further_prompts_are_begun_for_a_dead_group_and_none_before():
@@ -415,90 +386,3 @@ def test_calls_that_were_given_up_do_not_answer_later_ones_of_the_same_name():
         assert (call_id, result.text, runner.num_pending) == ("call", "second", 0)
     finally:
         runner.close()
-
-
-# ---- real engines
-
-ENGINE = EngineConfig(dtype="float32", kv_cache_gib=0.03, max_num_seqs=8)
-REAL = RolloutConfig(
-    group_size=4, max_response_tokens=100, max_tool_calls=2, max_result_tokens=40, answer_reserve_tokens=20
-)
-REAL_PULL = replace(REAL, dispatch="pull")
-
-
-class HeldTool(EchoTool):
-    """Answers only once its event is set."""
-
-    def __init__(self, opened: Callable[[], bool]):
-        super().__init__("search", "the book")
-        self.opened = opened
-
-    async def run(self, argument: str) -> ToolResult:
-        while not self.opened():
-            await asyncio.sleep(0.01)
-        return await super().run(argument)
-
-
-def on_real_engines(ranks: Ranks, folder: str) -> dict:
-    """The same rollouts on vLLM, whose own seed differs by rank. In the one that is "held", rank 1 gets no result of a
-    tool until rank 0 has sampled all that it can."""
-    team, codec = Team(ranks), TagsCodec(AutoTokenizer.from_pretrained(folder))
-    engine = Engine(folder, ENGINE, max_model_len=300, seed=100 + ranks.rank)
-    messages = [{"role": "user", "content": "who wrote the book?"}]
-    questions = [Prompt(f"p{i}", messages, ["42"], token_ids=tuple(codec.render_prompt(messages))) for i in range(24)]
-    plain = EchoTool("search", "the book", jitter_s=0.05)
-    held = HeldTool(lambda: ranks.store.check(["rank 0 is done"]))
-    results = {}
-    for way, cfg, num_wanted in (
-        ("fixed", REAL, 0),
-        ("pull", REAL_PULL, 0),
-        ("held", REAL_PULL, 0),
-        ("refilled", REAL_PULL, NUM_WANTED),
-        ("refilled from a share", REAL, NUM_WANTED),
-    ):
-        runner = team.tool_runner({"search": held if way == "held" and ranks.rank else plain})
-        sampler = Sampler(
-            engine=engine,
-            tools=runner,
-            codec=codec,
-            team=team,
-            log=Console(is_main=False),
-            seed=0,
-            rollout=cfg,
-            branching=BRANCHES,
-            max_num_seqs=ENGINE.max_num_seqs,
-            score=by_length,
-        )
-        source = OneRollout(sampler, questions, 0, label=way)
-        if num_wanted:
-            source = Refilled(sampler, questions, 0, num_wanted=num_wanted)
-        sampler.run(source, way, len(questions))
-        if way == "held":
-            ranks.store.set(f"rank {ranks.rank} is done", "")
-        sampler.score(source.to_score)
-        groups = source.exchange()
-        ranks.barrier()  # rank 0 has deleted the keys of this rollout, whose name the next one has too
-        results[way] = [what_came_of(group) for group in groups]
-        results[f"{way} by"] = [group.sampled_by for group in groups]
-        results[f"{way} calls"] = sum(len(t.tool_calls) for group in groups for t in group.trajectories)
-        results[f"{way} dead"] = sum(map(is_dead, groups))
-        runner.close()
-    engine.close()
-    return results
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory) -> list[dict]:
-    """[one rank alone, rank 0 of 2, rank 1 of 2]"""
-    folder = str(searching_model(tmp_path_factory.mktemp("model")))
-    return [*run_ranks(1, on_real_engines, folder), *run_ranks(2, on_real_engines, folder)]
-
-
-@pytest.mark.slow
-def test_on_real_engines_too_it_does_not_matter_who_samples_what(real):
-    alone, *pair = real
-    assert alone["fixed calls"] > 20 and {*pair[0]["pull by"]} == {0, 1}
-    for rank in real:
-        assert rank["fixed"] == rank["pull"] == rank["held"] == alone["fixed"]
-        assert rank["refilled"] == rank["refilled from a share"] == alone["refilled"]
-    assert len(alone["refilled"]) - alone["refilled dead"] == NUM_WANTED

@@ -15,32 +15,30 @@ from arpo.sampling.health import ToolHealth
 from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
 
 
-def batch(num_failed: int, num_trajectories: int = 100) -> list[Group]:
-    """Groups of ten."""
-    reasons = [StopReason.ERROR] * num_failed + [StopReason.EOS] * (num_trajectories - num_failed)
+def batch(num_failed: int, reason: StopReason = StopReason.ERROR) -> list[Group]:
+    """A hundred trajectories in groups of ten."""
+    reasons = [reason] * num_failed + [StopReason.EOS] * (100 - num_failed)
     prompt = Prompt("p", messages=[], answers=["1"])
     trajectories = [Trajectory("p", str(i), stop_reason=reason) for i, reason in enumerate(reasons)]
-    return [Group(prompt, trajectories[i : i + 10]) for i in range(0, num_trajectories, 10)]
+    return [Group(prompt, trajectories[i : i + 10]) for i in range(0, 100, 10)]
 
 
-@pytest.mark.parametrize(("num_failed", "trains"), [(0, True), (5, True), (6, False), (100, False)])
-def test_more_than_five_percent_of_failed_trajectories_skip_the_update(num_failed, trains):
+@pytest.mark.parametrize(
+    ("groups", "failed_share", "trains"),
+    [
+        (batch(0), 0, True),
+        (batch(5), 0.05, True),
+        (batch(6), 0.06, False),
+        (batch(100), 1, False),
+        (batch(10, StopReason.TOOL_LIMIT), 0, True),  # through their own doing
+        ([], 0, True),
+    ],
+    ids=["0", "5", "6", "100", "limits", "empty"],
+)
+def test_more_than_five_percent_of_failed_trajectories_skip_the_update(groups, failed_share, trains):
     health = ToolHealth()
-    verdict = health.judge(batch(num_failed))
-    assert verdict.may_train is trains and verdict.failed_share == num_failed / 100 and not health.must_stop
-
-
-def test_three_bad_batches_in_a_row_end_the_run():
-    health = ToolHealth()
-    stops = []
-    for num_failed in (20, 20, 0, 20, 20, 34):
-        health.judge(batch(num_failed))
-        stops.append(health.must_stop)
-    assert stops == [False, False, False, False, False, True]
-    error = health.stop_error()
-    line = str(error)
-    assert isinstance(error, Outage)
-    assert "34% of the trajectories, in 3 batches in a row" in line and "\n" not in line
+    verdict = health.judge(groups)
+    assert verdict.may_train is trains and verdict.failed_share == failed_share and not health.must_stop
 
 
 def test_the_prompts_of_the_bad_batches_that_end_a_run_come_again():
@@ -50,18 +48,6 @@ def test_the_prompts_of_the_bad_batches_that_end_a_run_come_again():
         health.judge(batch(num_failed), first)
         places.append(health.num_drawn_on_resume(first + 8))
     assert places == [8, 16, 24, 32, 16]
-
-
-def test_trajectories_that_fail_through_their_own_doing_do_not_count():
-    health = ToolHealth()
-    groups = batch(0)
-    for trajectory in groups[0].trajectories:
-        trajectory.stop_reason = StopReason.TOOL_LIMIT
-    assert health.judge(groups).may_train
-
-
-def test_an_empty_batch_is_healthy():
-    assert ToolHealth().judge([]).may_train
 
 
 # ---- searches for which nothing is recorded
@@ -107,10 +93,12 @@ def test_more_than_a_fifth_of_searches_without_a_recorded_result_skips_the_updat
     assert ("this batch is not trained on" in verdict.warning) is not trains
 
 
+FEW, MANY, NONE = calls(MISS, *[FOUND] * 9), calls(MISS, FOUND), calls(FOUND)
+
+
 def test_few_misses_are_said_once_and_every_bad_batch_is_said():
-    few, many, none = calls(MISS, *[FOUND] * 9), calls(MISS, FOUND), calls(FOUND)
     health, said = ToolHealth(), []
-    for groups in (none, few, few, many, many, few, none):
+    for groups in (NONE, FEW, FEW, MANY, MANY, FEW, NONE):
         said.append(health.judge(groups).warning)
     assert [bool(text) for text in said] == [False, True, False, True, True, False, False]
     assert "10.0% of the searches" in said[1] and "is trained on it" in said[1]
@@ -119,19 +107,27 @@ def test_few_misses_are_said_once_and_every_bad_batch_is_said():
     assert "not trained on: tools failed in 34% of the trajectories" in verdict.warning
 
 
-def test_three_batches_of_misses_in_a_row_end_the_run_with_the_reason_and_the_alternatives():
-    few, many = calls(MISS, *[FOUND] * 9), calls(MISS, FOUND)
+@pytest.mark.parametrize(
+    ("batches", "is_outage", "words"),
+    [
+        ([batch(20), batch(20), batch(0), batch(20), batch(20), batch(34)], True,
+         ["34% of the trajectories, in 3 batches in a row"]),
+        # no later start finds more in the recorded results
+        ([MANY, MANY, FEW, MANY, batch(20), MANY], False,
+         ["50.0% of the searches are not in the recorded results, in 3 batches in a row; ", "a key", "a retriever",
+          "a corpus", "continues from the checkpoint"]),
+    ],
+    ids=["failures", "misses"],
+)  # fmt: skip
+def test_three_bad_batches_in_a_row_end_the_run_with_the_reason_and_the_alternatives(batches, is_outage, words):
     health, stops = ToolHealth(), []
-    for groups in (many, many, few, many, batch(num_failed=20), many):
+    for groups in batches:
         health.judge(groups)
         stops.append(health.must_stop)
     assert stops == [False, False, False, False, False, True]
     error = health.stop_error()
-    line = str(error)
-    assert not isinstance(error, Outage), "no later start finds more in the recorded results"
-    assert line.startswith("50.0% of the searches are not in the recorded results, in 3 batches in a row; ")
-    assert all(word in line for word in ("a key", "a retriever", "a corpus", "continues from the checkpoint"))
-    assert "\n" not in line
+    assert isinstance(error, Outage) is is_outage
+    assert all(word in str(error) for word in words) and "\n" not in str(error)
 
 
 ROOT = Path(__file__).resolve().parents[2]

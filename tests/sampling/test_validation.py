@@ -1,14 +1,12 @@
 """Validation during a run: when it comes, and that it changes nothing of what is trained on."""
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.cut_rollout import plain, sampler_with
+from helpers.cut_rollout import plain, random_tree, sampler_with
 from helpers.fakes import EchoTool
 from helpers.files import read_jsonl
-from helpers.ranks import mesh_of_one, ranks_of
 from helpers.scripted_rollout import prompt
 from helpers.stateful import ForkedNotes, Notes
 
@@ -26,39 +24,27 @@ CFG = RolloutConfig(
 BRANCHES = BranchingConfig(num_initial_rollouts=2, weight=1.0, entropy_tokens=6)
 PROMPTS = [prompt(f"p{i}") for i in range(12)]
 KEEP, RESAMPLE = AdvantageConfig(), AdvantageConfig(dead_groups="resample", max_resample=1)
+PULL = replace(CFG, dispatch="pull")
 WAYS = {
-    "fixed": (CFG, KEEP),
-    "pull": (replace(CFG, dispatch="pull"), KEEP),
-    "refilled": (replace(CFG, dispatch="pull"), RESAMPLE),
-    "carried": (replace(CFG, carry_over=1), KEEP),
+    "dealt": (CFG, KEEP, EchoTool),
+    "dealt, with sessions": (CFG, KEEP, Notes),
+    "pulled": (PULL, KEEP, ForkedNotes),
+    "refilled": (PULL, RESAMPLE, Notes),
+    "carried": (replace(CFG, carry_over=1), KEEP, EchoTool),
+    "carried, with sessions": (replace(CFG, carry_over=1), KEEP, Notes),
+    "carried, with forked sessions": (replace(CFG, carry_over=1), KEEP, ForkedNotes),
 }
 
 
-def script(name: str, path: str, turn: int) -> tuple[str, float]:
-    rng = random.Random(f"{name}|{path}|{turn}")
-    think = f"<think>{'word ' * rng.choice([0, 1, 8, 30])}</think>"
-    call = rng.random() < 0.6 and turn < 4
-    return think + (f"<search>{turn}@{path}</search>" if call else "<answer>\\boxed{1}</answer>"), rng.uniform(0.2, 2.0)
-
-
-class Score:
-    on_group = None
-
-    def __call__(self, groups: list[Group]) -> None:
-        for t in (t for group in groups for t in group.trajectories):
-            t.reward = float(len(t.token_ids) % 2)
-            t.reward_parts = {"accuracy": t.reward}
-
-
-@pytest.fixture(scope="module")
-def alone():
-    with mesh_of_one() as mesh:
-        yield ranks_of(mesh)
+def score(groups: list[Group]) -> None:
+    for t in (t for group in groups for t in group.trajectories):
+        t.reward = float(len(t.token_ids) % 2)
+        t.reward_parts = {"accuracy": t.reward}
 
 
 def steps(ranks, folder: Path, cfg: RolloutConfig, advantage: AdvantageConfig, tool, every: int) -> tuple:
     """Three steps, with a validation on questions that they sample too. Returns what is trained on."""
-    sampler = sampler_with(ranks, script, [tool], cfg, BRANCHES, score=Score())
+    sampler = sampler_with(ranks, random_tree, [tool], cfg, BRANCHES, score=score)
     log = RunLog(folder, RunConfig(), is_main=True)
     rollouts = Rollouts(sampler, PromptOrder(len(PROMPTS), 4, 0, option="n"), PROMPTS, advantage, num_steps=3)
     groups = []
@@ -81,7 +67,7 @@ def steps(ranks, folder: Path, cfg: RolloutConfig, advantage: AdvantageConfig, t
     ("target", "last_step"), [(None, 3), (0.0, 2), (1.0, 3)], ids=["no target", "reached at once", "never reached"]
 )
 def test_a_run_ends_at_the_first_validation_that_is_good_enough(alone, tmp_path, target, last_step):
-    sampler = sampler_with(alone, script, [EchoTool("search")], CFG, BRANCHES, score=Score())
+    sampler = sampler_with(alone, random_tree, [EchoTool("search")], CFG, BRANCHES, score=score)
     log = RunLog(tmp_path, RunConfig(), is_main=True)
     rollouts = Rollouts(sampler, PromptOrder(len(PROMPTS), 4, 0, option="n"), PROMPTS, KEEP, num_steps=3)
     run = RunConfig(validate_every=2, stop_at_accuracy=target)
@@ -100,14 +86,14 @@ def test_a_run_ends_at_the_first_validation_that_is_good_enough(alone, tmp_path,
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [EchoTool, Notes, ForkedNotes])
-def test_a_validation_is_the_same_each_time_and_changes_nothing_of_what_is_trained_on(alone, tmp_path, way, kind):
+def test_a_validation_is_the_same_each_time_and_changes_nothing_of_what_is_trained_on(alone, tmp_path, way):
+    cfg, advantage, kind = WAYS[way]
     results = {}
     for every in (0, 2):
         tool = EchoTool("search", "found", jitter_s=0.002) if kind is EchoTool else kind(max_sessions=3, jitter_s=0.002)
-        results[every], rollouts = steps(alone, tmp_path / str(every), *WAYS[way], tool, every)
+        results[every], rollouts = steps(alone, tmp_path / str(every), cfg, advantage, tool, every)
         assert not rollouts.sampler.tools.sessions.records() and not (rollouts.carry and rollouts.carry.carried)
-    if way != "carried":  # where the engine's load decides which group is whole first
+    if not cfg.carry_over:  # where the engine's load decides which group is whole first
         assert results[0] == results[2]
     rows = read_metrics(tmp_path / "2")
     assert [row["step"] for row in rows] == [0, 2, 3]  # before the first step, when due, and after the last one

@@ -18,31 +18,32 @@ from arpo.tools.base import ToolRunner
 from arpo.trajectory import StopReason
 
 
-def test_an_exception_of_a_tool_costs_its_trajectory_and_not_the_run(caplog):
+@pytest.mark.parametrize("error", [RecursionError("bug"), SystemExit(4)], ids=repr)
+def test_an_exception_of_a_tool_costs_its_trajectory_and_not_the_run(caplog, error):
     def broken(_):
-        raise RecursionError("bug")
+        raise error
 
     [group] = play(call_then_answer, tools=[EchoTool("search", broken)])
     assert all(t.stop_reason == StopReason.ERROR and tool_text(t) == "" for t in group.trajectories)
     assert {call.error_kind for t in group.trajectories for call in t.tool_calls} == {"exception"}
     assert rollout_metrics([group]).values()["tools/search/failed_exception"] == SHORT.group_size
     assert not ToolHealth().judge([group]).may_train
-    assert [record.exc_info[0] for record in caplog.records] == [RecursionError]  # shown once
+    assert [record.exc_info[0] for record in caplog.records] == [type(error)]  # shown once
 
 
-def test_a_tool_that_ends_the_process_costs_its_trajectory_and_one_that_returns_no_result_is_named():
-    def ends(_):
-        raise SystemExit(4)
-
-    [group] = play(call_then_answer, tools=[EchoTool("search", ends)])
-    assert all(t.stop_reason == StopReason.ERROR for t in group.trajectories)
-
+def test_a_user_error_of_a_tool_ends_the_rollout_and_one_that_returns_no_result_is_named():
     class Plain(EchoTool):
         async def run(self, argument):
             return "text"
 
     with pytest.raises(UserError, match="the search tool: run returned str; return a ToolResult"):
         play(call_then_answer, tools=[Plain("search")])
+
+    def refused(_):
+        raise UserError("SERPER_API_KEY is refused; set another one")
+
+    with pytest.raises(UserError, match="is refused; set another one"):
+        play(call_then_answer, tools=[EchoTool("search", refused)])
 
 
 STUCK = """
@@ -77,14 +78,6 @@ def test_a_closed_runner_is_not_taken_for_a_blocked_one(caplog, monkeypatch):
     runner.close()
     time.sleep(1.5)
     assert "has not returned" not in caplog.text
-
-
-def test_a_user_error_of_a_tool_ends_the_rollout():
-    def refused(_):
-        raise UserError("SERPER_API_KEY is refused; set another one")
-
-    with pytest.raises(UserError, match="is refused; set another one"):
-        play(call_then_answer, tools=[EchoTool("search", refused)])
 
 
 def test_a_tool_that_cannot_be_closed_keeps_nobody_from_closing_the_others(caplog):

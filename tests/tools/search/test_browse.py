@@ -484,19 +484,6 @@ def test_a_summary_is_asked_for_once_and_a_replay_opens_no_socket(the_web, tmp_p
 # ---- before training
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"summarizer_url": "host:8000"}, r"tools\.search\.summarizer_url: 'host:8000' is not an address"),
-        ({"summarizer_url": "http://u:pw@h/v1"}, r"tools\.search\.summarizer_url must not hold a user or password"),
-        ({"summarizer_url": "http://host/v1"}, r"tools\.search\.summarizer_model is empty"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_with_the_fix(the_web, options, complaint):
-    with pytest.raises(UserError, match=complaint):
-        SearchTool(the_web.cfg(**options))
-
-
 def test_a_missing_package_is_named_with_its_extra(the_web, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs trafilatura and pypdf; pip install -e '\.\[browse\]'"):
