@@ -208,7 +208,7 @@ def test_a_call_that_is_no_json_is_told_so(text):
     assert isinstance(told, str) and told.startswith("Error: ") and "\n" not in told and len(told) < 400
 
 
-def test_the_default_system_prompt_lists_tools_that_only_have_a_schema():
+def test_the_default_system_prompt_lists_tools_that_only_have_a_schema_behind_those_that_speak_for_themselves():
     text = text_schema("fetch", "Fetch a page.", "url", "its address")
     prompt = default_system_prompt([], [CONVERT, text])
     call = '<convert> {"value": 1.5, "unit": "km"} </convert>'
@@ -218,15 +218,10 @@ def test_the_default_system_prompt_lists_tools_that_only_have_a_schema():
     schema = json.dumps(CONVERT.parameters, ensure_ascii=False)
     assert f"\n\n{call}\nConvert a length to metres.\nArguments, as a JSON schema: {schema}" in prompt
     assert prompt.endswith("\n\n<fetch> url </fetch>\nFetch a page.\nurl: its address")
-
-
-def test_listed_tools_stand_behind_those_that_speak_for_themselves():
-    about = About(
-        "a clock", "to know the time, write <clock> UTC </clock>", "<clock> UTC </clock> <result> 42 </result>"
-    )
+    about = About("a clock", "to know the time, write <clock>", "<clock> UTC </clock> <result> 42 </result>")
     prompt = default_system_prompt([about], [CONVERT])
     assert "with the help of a clock and the tools listed at the end.\n" in prompt
-    assert "To know the time, write <clock> UTC </clock>; to call a tool of the list" in prompt
+    assert "To know the time, write <clock>; to call a tool of the list" in prompt
     assert prompt.count("<result> 42 </result>") == 1 and prompt.count("<convert>") == 2
 
 

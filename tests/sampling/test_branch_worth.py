@@ -2,13 +2,10 @@
 
 import json
 import random
-from itertools import combinations
-from pathlib import Path
 
-import numpy as np
 import pytest
 
-from arpo.sampling.branch_worth import BranchWorth, GroupPairs, pairs_of, worth
+from arpo.sampling.branch_worth import BranchWorth, pairs_of
 from arpo.trajectory import Group, Prompt, StopReason, ToolCall, Trajectory, Turn
 
 
@@ -78,28 +75,6 @@ def test_a_groups_pairs_are_counted_by_right_and_wrong_where_the_reward_says_it(
     found = pairs_of(group)
     assert (found.num_within, found.differ_within, found.num_between) == (2, 1, 4)
     assert found.differ_between == 2  # 0.0 is wrong: it differs from 1 and from 1.1
-
-
-FROZEN = Path(__file__).resolve().parents[2] / "benchmarks/ablation/llm_frozen.jsonl"
-
-
-@pytest.mark.parametrize("arm", ["random_2", "random_4", "arpo", "top_h_2"])
-def test_on_a_pretrained_model_nearly_all_of_the_group_should_be_roots(arm):
-    """320 to 480 branches of a frozen model of 135M on GSM8K (extras/ablation/llm_forks.py), by right and wrong."""
-    pairs = []
-    for line in map(json.loads, FROZEN.read_text().splitlines()):
-        if line["arm"] == arm:
-            right = [accuracy > 0 for _, accuracy, *_ in line["roots"]]
-            between = [a != b for a, b in combinations(right, 2)]
-            within = [difference > 0 for *_, difference, _, _ in line["branches"]]
-            calls = [sum(calls for *_, calls in line[part]) for part in ("roots", "branches")]
-            pairs.append(GroupPairs(
-                len(within), sum(within), len(between), sum(between), len(right), calls[0], len(within), calls[1]
-            ))  # fmt: skip
-    assert len(pairs) == 80
-    estimate = worth(np.array(pairs, float).sum(0))
-    assert 0.3 < estimate.rho < 0.65 and 0.2 < estimate.branch_cost < 0.7
-    assert 8 / estimate.best_per_root > 5  # of 8: top_h's two are far from it
 
 
 def test_a_resumed_window_ends_as_the_undisturbed_one():

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
-from helpers.cut_rollout import CutEngine, PunctualRunner, advance, make, moved, plain, play_cut, saved, train
+from helpers.cut_rollout import CutEngine, PunctualRunner, advance, moved, plain, play_cut, saved, train
 from helpers.fakes import EchoTool
 from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, prompt, score
 from helpers.stateful import ForkedNotes, Notes, shared_texts, sharing
@@ -21,7 +21,7 @@ from arpo.options import BranchingConfig, RolloutConfig
 from arpo.retrospective import EXPANSIONS
 from arpo.rollout import Rollout
 from arpo.sampling.carried_state import check_nothing_is_left, restore
-from arpo.sampling.carry_over import Carried, StartedGroup
+from arpo.sampling.carry_over import Carried, CarryOver, StartedGroup
 from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolRunner
 from arpo.trajectory import Group, Trajectory, Turn
@@ -112,16 +112,13 @@ def test_the_rest_of_a_turn_has_a_seed_and_an_entropy_window_of_its_own():
 
 
 @pytest.mark.parametrize("branching", ALGORITHMS, ids=NAMES)
-def test_every_prompt_is_trained_on_once_and_none_is_older_than_the_bound(alone, branching):
+def test_every_prompt_is_trained_on_once_and_none_is_older_than_the_bound(carrying, branching):
     prompts = [prompt(f"p{i}") for i in range(20)]
     for bound in (1, 3):
         tools = [EchoTool("search", "found", jitter_s=0.001), EchoTool("python", "2")]
         cfg = replace(WORLD, carry_over=bound)
-        carry = make(alone, world(bound), tools, cfg, branching, num_prompts=4, score=score)
-        try:
-            steps = train(carry, prompts, 1, 5, 5)
-        finally:
-            carry.sampler.tools.close()
+        carry = carrying(world(bound), tools, cfg, branching, num_prompts=4, score=score)
+        steps = train(carry, prompts, 1, 5, 5)
         trained = [group.prompt.prompt_id for groups in steps for group in groups]
         assert [len(groups) for groups in steps] == [4] * 5 and sorted(trained) == sorted(p.prompt_id for p in prompts)
         assert not carry.carried and not carry.waiting and not carry.loop.num_unfinished
@@ -142,19 +139,19 @@ def one_slow(prompt_id: str, _path: str, _turn: int) -> str:
     return "<think>" + "slow " * 90 + "</think>" + ANSWER if prompt_id == LONG else ANSWER
 
 
+TWO = replace(NONE, num_initial_rollouts=2)
+
+
 @pytest.mark.parametrize("bound", [1, 2])
-def test_a_slow_prompt_is_carried_and_then_waited_for(alone, bound):
+def test_a_slow_prompt_is_carried_and_then_waited_for(carrying, bound):
     cfg = replace(WORLD, carry_over=bound, group_size=2)
-    carry = make(alone, one_slow, [EchoTool("search")], cfg, replace(NONE, num_initial_rollouts=2), num_prompts=2)
-    try:
-        prompts = [prompt(f"p{i}") for i in range(10)]
-        steps = train(carry, prompts, 1, 1, 5)
-        # p1 and the last of p0 to p3 go on: whoever begins again from the data alone begins with p1
-        first = carry.started_groups[0]
-        assert (first.number, first.is_finished, carry.num_to_redraw) == (1, False, 3)
-        steps += train(carry, prompts, 2, 5, 5, num_drawn=carry.num_drawn)
-    finally:
-        carry.sampler.tools.close()
+    carry = carrying(one_slow, [EchoTool("search")], cfg, TWO, num_prompts=2)
+    prompts = [prompt(f"p{i}") for i in range(10)]
+    steps = train(carry, prompts, 1, 1, 5)
+    # p1 and the last of p0 to p3 go on: whoever begins again from the data alone begins with p1
+    first = carry.started_groups[0]
+    assert (first.number, first.is_finished, carry.num_to_redraw) == (1, False, 3)
+    steps += train(carry, prompts, 2, 5, 5, num_drawn=carry.num_drawn)
     names = [[group.prompt.prompt_id for group in groups] for groups in steps]
     assert names[0] == ["p0", "p2"] and LONG in names[bound]
     assert sorted(name for step in names for name in step) == [f"p{i}" for i in range(10)]
@@ -165,7 +162,7 @@ def test_a_slow_prompt_is_carried_and_then_waited_for(alone, bound):
     assert 0 < values["carry_over/tokens"] < sum(t.num_sampled_tokens for t in slow.trajectories)
 
 
-def test_a_look_at_the_other_ranks_does_not_go_through_all_groups_that_they_have_begun(alone):
+def test_a_look_at_the_other_ranks_does_not_go_through_all_groups_that_they_have_begun(carrying):
     """There are 16,000 on 1,024 ranks, and the engine stands still while this rank looks."""
 
     class CountedOnce(list):
@@ -177,8 +174,7 @@ def test_a_look_at_the_other_ranks_does_not_go_through_all_groups_that_they_have
             return super().__iter__()
 
     ticks = iter(range(1, 999))
-    carry = make(alone, one_slow, [EchoTool("search")], replace(WORLD, carry_over=1), NONE, num_prompts=4)
-    carry.sampler.tools.close()
+    carry = carrying(one_slow, [EchoTool("search")], replace(WORLD, carry_over=1), NONE, num_prompts=4)
     carry._store, carry._poller.clock = dist.HashStore(), lambda: next(ticks)
     started = [(0, 1, False), (1, 1, True), (2, 1, True), (3, 1, False)]
     carry.started_groups = CountedOnce(StartedGroup(*group) for group in started)
@@ -192,13 +188,10 @@ def test_a_look_at_the_other_ranks_does_not_go_through_all_groups_that_they_have
     assert [*counts, carry.is_done] == [False, False, False, False, True]  # enough after two, but one more is due
 
 
-def test_a_prompt_of_the_next_epoch_waits_for_its_earlier_group(alone):
+def test_a_prompt_of_the_next_epoch_waits_for_its_earlier_group(carrying):
     cfg = replace(WORLD, carry_over=1, group_size=2)
-    carry = make(alone, one_slow, [EchoTool("search")], cfg, replace(NONE, num_initial_rollouts=2), num_prompts=2)
-    try:
-        steps = train(carry, [prompt(f"p{i}") for i in (0, 1, 1, 0, 0, 1)], 1, 3, 3)
-    finally:
-        carry.sampler.tools.close()
+    carry = carrying(one_slow, [EchoTool("search")], cfg, TWO, num_prompts=2)
+    steps = train(carry, [prompt(f"p{i}") for i in (0, 1, 1, 0, 0, 1)], 1, 3, 3)
     names = [group.prompt.prompt_id for groups in steps for group in groups]
     assert sorted(names) == ["p0"] * 3 + ["p1"] * 3
     seeds = [spec.seed for key, _, spec in carry.sampler.engine.submitted if key == "p0|0|0"]
@@ -262,32 +255,27 @@ def test_a_validation_in_between_disturbs_no_session_and_waits_for_none(kind, li
 
 
 @pytest.mark.parametrize("branching", ALGORITHMS, ids=NAMES)
-def test_a_run_that_is_cut_off_after_any_step_goes_on_to_the_same_groups(alone, branching):
+def test_a_run_that_is_cut_off_after_any_step_goes_on_to_the_same_groups(carrying, branching):
     prompts = [prompt(f"p{i}") for i in range(16)]
 
-    def fresh():
+    def fresh() -> CarryOver:
         tools = [EchoTool("search", "found"), EchoTool("python", "2")]
-        return make(
-            alone, world(3), tools, CARRIES, branching, num_prompts=4, score=score, runner=PunctualRunner, per_step=5
-        )
+        options = {"score": score, "runner": PunctualRunner, "per_step": 5}
+        return carrying(world(3), tools, CARRIES, branching, num_prompts=4, **options)
 
-    whole = fresh()
-    uncut = train(whole, prompts, 1, 4, 4)
-    whole.sampler.tools.close()
+    uncut = train(fresh(), prompts, 1, 4, 4)
     carry, num_unfinished = fresh(), 0
     resumed = []
     for step in range(1, 5):
         resumed += train(carry, prompts, step, step, 4, num_drawn=carry.num_drawn)
         num_unfinished += carry.loop.num_unfinished
-        carry.sampler.tools.close()
         carry = moved(carry, fresh(), prompts)
-    carry.sampler.tools.close()
     assert [plain(groups, without=()) for groups in resumed] == [plain(groups, without=()) for groups in uncut]
     assert num_unfinished > 8 and not carry.carried
 
 
 @pytest.mark.parametrize("tags", [("search",), ("search", "python")])
-def test_calls_under_way_and_sessions_come_back(alone, tags):
+def test_calls_under_way_and_sessions_come_back(carrying, tags):
     """The session answers again all that the trajectory has read, and once only what it was asked when the run died."""
 
     def script(_prompt, path, turn):
@@ -296,40 +284,32 @@ def test_calls_under_way_and_sessions_come_back(alone, tags):
 
     prompts, cfg = [prompt("p0")], replace(WORLD, group_size=2, carry_over=1)
     before, tools = (sharing(ForkedNotes) if len(tags) > 1 else [ForkedNotes()] for _ in range(2))
-    carry = make(alone, script, before, cfg, replace(NONE, num_initial_rollouts=2), num_prompts=1, per_step=50)
+    carry = carrying(script, before, cfg, TWO, num_prompts=1, per_step=50)
     carry.begin_step(1, prompts)
     carry.start()
     for _ in range(3):
         advance(carry.loop)
     assert carry.sampler.tools.num_pending  # the last advance ended a turn in calls
     carry.end()
-    fresh = make(alone, script, tools, cfg, replace(NONE, num_initial_rollouts=2), num_prompts=1)
-    moved(carry, fresh, prompts)
-    carry.sampler.tools.close()
+    fresh = moved(carry, carrying(script, tools, cfg, TWO, num_prompts=1), prompts)
     [group] = train(fresh, [], 2, 2, 2)[0]
-    fresh.sampler.tools.close()
+    fresh.sampler.tools.sessions.end_all()
     for t in group.trajectories:
         assert [call.result for call in t.tool_calls] == shared_texts(t.tool_calls) and len(t.tool_calls) == 3
     assert sum(call.replayed for t in group.trajectories for call in t.tool_calls) >= 1 and tools[0].num_open == 0
 
 
-def test_files_that_cannot_be_used_are_refused_in_one_line(alone, tmp_path):
-    def fresh():
-        return make(alone, world(3), [EchoTool("search"), EchoTool("python")], CARRIES, NONE, num_prompts=2)
-
-    carry = fresh()
+def test_files_that_cannot_be_used_are_refused_in_one_line(carrying, tmp_path):
+    carry = carrying(world(3), [EchoTool("search"), EchoTool("python")], CARRIES, NONE, num_prompts=2)
     prompts = [prompt(f"p{i}") for i in range(4)]
-    try:
-        train(carry, prompts, 1, 1, 3)
-        files = saved(carry, tmp_path)
-        with pytest.raises(UserError, match=r"rollout.carry_over=0 would drop; set it to 1$"):
-            check_nothing_is_left(files)
-        with pytest.raises(UserError, match=r"does not fit data.train .*; give the run the prompts that it had$"):
-            restore(carry, files, prompts[:1])
-        train(carry, prompts, 2, 2, 2, num_drawn=4)
-        check_nothing_is_left(saved(carry, tmp_path))  # the run had ended
-        files[0].write_bytes(gzip.compress(b"{")[:-3])
-        with pytest.raises(UserError, match=r"carried_00000.json.gz: cannot be read"):
-            restore(carry, files, prompts)
-    finally:
-        carry.sampler.tools.close()
+    train(carry, prompts, 1, 1, 3)
+    files = saved(carry, tmp_path)
+    with pytest.raises(UserError, match=r"rollout.carry_over=0 would drop; set it to 1$"):
+        check_nothing_is_left(files)
+    with pytest.raises(UserError, match=r"does not fit data.train .*; give the run the prompts that it had$"):
+        restore(carry, files, prompts[:1])
+    train(carry, prompts, 2, 2, 2, num_drawn=4)
+    check_nothing_is_left(saved(carry, tmp_path))  # the run had ended
+    files[0].write_bytes(gzip.compress(b"{")[:-3])
+    with pytest.raises(UserError, match=r"carried_00000.json.gz: cannot be read"):
+        restore(carry, files, prompts)

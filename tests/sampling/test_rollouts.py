@@ -1,9 +1,10 @@
 """The rollouts of a run: whatever the source, each prompt that was drawn is trained on exactly once, or drawn again."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from helpers.cut_rollout import random_tree, sampler_with
+from helpers.cut_rollout import random_tree
 from helpers.fakes import EchoTool
 from helpers.scripted_rollout import prompt, score
 
@@ -29,30 +30,32 @@ SOURCES = {
 }
 
 
-def begin(ranks, cfg: RolloutConfig, advantage: AdvantageConfig, *, search=None, branching=BRANCHES) -> Rollouts:
-    tools = [search or EchoTool("search", "found", jitter_s=0.001), EchoTool("python", "2")]
-    sampler = sampler_with(ranks, random_tree, tools, cfg, branching, score=score)
-    order = PromptOrder(NUM_PROMPTS, PER_STEP, seed=3, option="data.num_prompts_per_step")
-    return Rollouts(sampler, order, [prompt(f"p{i}") for i in range(NUM_PROMPTS)], advantage, NUM_STEPS)
+@pytest.fixture
+def begin(sampler_with) -> Callable[..., Rollouts]:
+    def rollouts(source: str, search: EchoTool | None = None) -> Rollouts:
+        cfg, advantage = SOURCES[source]
+        tools = [search or EchoTool("search", "found", jitter_s=0.001), EchoTool("python", "2")]
+        sampler = sampler_with(random_tree, tools, cfg, BRANCHES, score=score)
+        order = PromptOrder(NUM_PROMPTS, PER_STEP, seed=3, option="data.num_prompts_per_step")
+        return Rollouts(sampler, order, [prompt(f"p{i}") for i in range(NUM_PROMPTS)], advantage, NUM_STEPS)
+
+    return rollouts
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_each_prompt_that_was_drawn_is_trained_on_once_or_is_drawn_again(alone, source):
-    rollouts = begin(alone, *SOURCES[source])
-    in_order = [f"p{place}" for step in range(2 * NUM_STEPS) for place in rollouts.order.indices(step)]
+def test_each_prompt_that_was_drawn_is_trained_on_once_or_is_drawn_again(begin, source):
+    rollouts = begin(source)
+    in_order = [f"p{place}" for step in range(3 * NUM_STEPS) for place in rollouts.order.indices(step)]
     sampled, is_refilled = [], source.startswith("refilled")
-    try:
-        for step in range(1, NUM_STEPS + 1):
-            batch = rollouts.next(step, Timers())
-            assert rollouts.sampler.engine.num_sleeps == step  # the trainer has the GPU now
-            sampled += [group.prompt.prompt_id for group in batch.sampled]
-            assert len(batch.groups) == PER_STEP and (is_refilled or len(batch.sampled) == PER_STEP)
-            if is_refilled:  # the step ends with the group that fills it
-                assert [g for g in batch.sampled if not is_dead(g)] == batch.groups and not is_dead(batch.sampled[-1])
-            epoch = sampled[: len(sampled) // NUM_PROMPTS * NUM_PROMPTS]
-            assert sorted(epoch) == sorted(in_order[: len(epoch)])
-    finally:
-        rollouts.sampler.tools.close()
+    for step in range(1, NUM_STEPS + 1):
+        batch = rollouts.next(step, Timers())
+        assert rollouts.sampler.engine.num_sleeps == step  # the trainer has the GPU now
+        sampled += [group.prompt.prompt_id for group in batch.sampled]
+        assert len(batch.groups) == PER_STEP and (is_refilled or len(batch.sampled) == PER_STEP)
+        if is_refilled:  # the step ends with the group that fills it
+            assert [g for g in batch.sampled if not is_dead(g)] == batch.groups and not is_dead(batch.sampled[-1])
+        epoch = sampled[: len(sampled) // NUM_PROMPTS * NUM_PROMPTS]
+        assert sorted(epoch) == sorted(in_order[: len(epoch)])
     # nothing is left out and nothing comes twice: in all, these are the first prompts of the data's order
     assert sorted(sampled) == sorted(in_order[: len(sampled)]) and len(sampled) >= NUM_STEPS * PER_STEP
     if not source.startswith("carried"):
@@ -60,31 +63,24 @@ def test_each_prompt_that_was_drawn_is_trained_on_once_or_is_drawn_again(alone, 
 
 
 @pytest.mark.parametrize("source", [name for name in SOURCES if not name.startswith("carried")])
-def test_a_run_goes_on_where_its_state_ends(alone, source):
+def test_a_run_goes_on_where_its_state_ends(begin, source):
     """Carried groups have a file besides: test_carry_over.py."""
-    whole, first, second = (begin(alone, *SOURCES[source]) for _ in range(3))
-    try:
-        expected = [[g.prompt.prompt_id for g in whole.next(step, Timers()).sampled] for step in (1, 2, 3)]
-        found = [[g.prompt.prompt_id for g in first.next(step, Timers()).sampled] for step in (1, 2)]
-        second.resume(first.state(), (), done_steps=2)
-        found.append([g.prompt.prompt_id for g in second.next(3, Timers()).sampled])
-    finally:
-        for rollouts in (whole, first, second):
-            rollouts.sampler.tools.close()
+    whole, first, second = (begin(source) for _ in range(3))
+    expected = [[g.prompt.prompt_id for g in whole.next(step, Timers()).sampled] for step in (1, 2, 3)]
+    found = [[g.prompt.prompt_id for g in first.next(step, Timers()).sampled] for step in (1, 2)]
+    second.resume(first.state(), (), done_steps=2)
+    found.append([g.prompt.prompt_id for g in second.next(3, Timers()).sampled])
     assert found == expected
 
 
 @pytest.mark.parametrize("source", ["dealt", "refilled, pulled", "carried"])
-def test_steps_in_which_tools_fail_are_not_trained_on_and_the_third_in_a_row_ends_the_run(alone, source):
+def test_steps_in_which_tools_fail_are_not_trained_on_and_the_third_in_a_row_ends_the_run(begin, source):
     dead = EchoTool("search", lambda _: ToolResult("died", ok=False, error_kind="sandbox", infra_error=True))
-    rollouts = begin(alone, *SOURCES[source], search=dead)
-    try:
-        for step in (1, 2, 3):
-            rollouts.raise_if_broken()
-            batch = rollouts.next(step, Timers())
-            assert batch.sampled and batch.groups == [] and rollouts.must_stop == (step == 3)
-        with pytest.raises(UserError, match=r"tools failed in .* of the trajectories, in 3 batches in a row; "):
-            rollouts.raise_if_broken()
-        assert rollouts.state()["num_drawn"] == 0 and rollouts.rank_state() is None  # nothing was learnt of them
-    finally:
-        rollouts.sampler.tools.close()
+    rollouts = begin(source, dead)
+    for step in (1, 2, 3):
+        rollouts.raise_if_broken()
+        batch = rollouts.next(step, Timers())
+        assert batch.sampled and batch.groups == [] and rollouts.must_stop == (step == 3)
+    with pytest.raises(UserError, match=r"tools failed in .* of the trajectories, in 3 batches in a row; "):
+        rollouts.raise_if_broken()
+    assert rollouts.state()["num_drawn"] == 0 and rollouts.rank_state() is None  # nothing was learnt of them

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.cut_rollout import plain, random_tree, sampler_with
+from helpers.cut_rollout import plain, random_tree
 from helpers.fakes import EchoTool
 from helpers.files import read_jsonl
 from helpers.scripted_rollout import prompt
@@ -42,56 +42,50 @@ def score(groups: list[Group]) -> None:
         t.reward_parts = {"accuracy": t.reward}
 
 
-def steps(ranks, folder: Path, cfg: RolloutConfig, advantage: AdvantageConfig, tool, every: int) -> tuple:
+def steps(sampler_with, folder: Path, cfg: RolloutConfig, advantage: AdvantageConfig, tool, every: int) -> tuple:
     """Three steps, with a validation on questions that they sample too. Returns what is trained on."""
-    sampler = sampler_with(ranks, random_tree, [tool], cfg, BRANCHES, score=score)
+    sampler = sampler_with(random_tree, [tool], cfg, BRANCHES, score=score)
     log = RunLog(folder, RunConfig(), is_main=True)
     rollouts = Rollouts(sampler, PromptOrder(len(PROMPTS), 4, 0, option="n"), PROMPTS, advantage, num_steps=3)
     groups = []
-    try:
-        rollouts.validate_on(PROMPTS[:5], log, RunConfig(validate_every=every), done_steps=0)
-        asked = sampler.engine.submitted
-        assert bool(asked) == bool(every) and all(spec.temperature == 0 for *_, spec in asked)
-        for step in range(1, 4):
-            groups.append(plain(rollouts.next(step, Timers()).sampled))
-            assert sampler.tools.num_pending == sampler.engine.num_running == 0
-            if values := rollouts.validate_if_due(step, Timers()):
-                log.scalars(step, values)
-    finally:
-        sampler.tools.close()
-        log.close()
+    rollouts.validate_on(PROMPTS[:5], log, RunConfig(validate_every=every), done_steps=0)
+    asked = sampler.engine.submitted
+    assert bool(asked) == bool(every) and all(spec.temperature == 0 for *_, spec in asked)
+    for step in range(1, 4):
+        groups.append(plain(rollouts.next(step, Timers()).sampled))
+        assert sampler.tools.num_pending == sampler.engine.num_running == 0
+        if values := rollouts.validate_if_due(step, Timers()):
+            log.scalars(step, values)
+    log.close()
     return groups, rollouts
 
 
 @pytest.mark.parametrize(
     ("target", "last_step"), [(None, 3), (0.0, 2), (1.0, 3)], ids=["no target", "reached at once", "never reached"]
 )
-def test_a_run_ends_at_the_first_validation_that_is_good_enough(alone, tmp_path, target, last_step):
-    sampler = sampler_with(alone, random_tree, [EchoTool("search")], CFG, BRANCHES, score=score)
+def test_a_run_ends_at_the_first_validation_that_is_good_enough(sampler_with, tmp_path, target, last_step):
+    sampler = sampler_with(random_tree, [EchoTool("search")], CFG, BRANCHES, score=score)
     log = RunLog(tmp_path, RunConfig(), is_main=True)
     rollouts = Rollouts(sampler, PromptOrder(len(PROMPTS), 4, 0, option="n"), PROMPTS, KEEP, num_steps=3)
     run = RunConfig(validate_every=2, stop_at_accuracy=target)
-    try:
-        rollouts.validate_on(PROMPTS[:5], log, run, done_steps=0)  # what is good from the start ends no run
-        for step in range(1, 4):
-            rollouts.next(step, Timers())
-            rollouts.validate_if_due(step, Timers())
-            if rollouts.must_stop or step == 3:
-                break
-        rollouts.raise_if_broken()
-    finally:
-        sampler.tools.close()
-        log.close()
+    rollouts.validate_on(PROMPTS[:5], log, run, done_steps=0)  # what is good from the start ends no run
+    for step in range(1, 4):
+        rollouts.next(step, Timers())
+        rollouts.validate_if_due(step, Timers())
+        if rollouts.must_stop or step == 3:
+            break
+    rollouts.raise_if_broken()
+    log.close()
     assert step == last_step and rollouts.must_stop == (target == 0.0)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_validation_is_the_same_each_time_and_changes_nothing_of_what_is_trained_on(alone, tmp_path, way):
+def test_a_validation_is_the_same_each_time_and_changes_nothing_of_what_is_trained_on(sampler_with, tmp_path, way):
     cfg, advantage, kind = WAYS[way]
     results = {}
     for every in (0, 2):
         tool = EchoTool("search", "found", jitter_s=0.002) if kind is EchoTool else kind(max_sessions=3, jitter_s=0.002)
-        results[every], rollouts = steps(alone, tmp_path / str(every), cfg, advantage, tool, every)
+        results[every], rollouts = steps(sampler_with, tmp_path / str(every), cfg, advantage, tool, every)
         assert not rollouts.sampler.tools.sessions.records() and not (rollouts.carry and rollouts.carry.carried)
     if not cfg.carry_over:  # where the engine's load decides which group is whole first
         assert results[0] == results[2]
