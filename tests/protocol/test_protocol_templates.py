@@ -126,7 +126,6 @@ def test_llama_trims_turns_and_has_one_bos():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"chat_template": "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"}, "no generation prompt"),
         ({"eos_token": "<|endoftext|>"}, r"ends an .* turn with '<\|im_end\|>', but .*eos_token is '<\|endof"),
         ({"chat_template": "{{ messages[0].content }}{% if add_generation_prompt %}A:{% endif %}"}, "leaves out what"),
     ],

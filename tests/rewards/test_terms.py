@@ -149,11 +149,12 @@ def silent(trajectory, prompt):
 
 
 def test_without_a_value_of_a_function_there_is_no_reward_and_the_trajectory_is_not_trained_on(own):
-    group = scored(make_group(), terms_of("answer=1", f"{own(SOME, 'sure')}=0.5"))
-    there, gone = group.trajectories
+    group = make_group()
+    group.trajectories[1].segments = [("cut off", True)]  # a reason too, but not the one for which there is no reward
+    there, gone = scored(group, terms_of("answer=1", f"{own(SOME, 'sure')}=0.5")).trajectories
     assert there.reward == 1.5 and there.reward_reason == ""
     assert gone.reward is None and gone.reward_reason == "unsure" and gone.is_left_out
-    assert gone.reward_parts["answer"] == 0.0 and gone.reward_parts["sure/asked"] == 2.0
+    assert gone.reward_parts["answer"] == -1.0 and gone.reward_parts["sure/asked"] == 2.0
     assert "sure" not in gone.reward_parts and trained_on(group) == [there] and is_dead(group)
 
 

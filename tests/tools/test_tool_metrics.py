@@ -5,17 +5,15 @@ import random
 from collections import Counter
 
 import pytest
-from helpers.fakes import ScriptedEngine
 from helpers.files import write_jsonl
-from helpers.scripted_rollout import ANSWER, CODEC, TOKENIZER, prompt
+from helpers.scripted_rollout import ANSWER, play, prompt
 
 from arpo.config.tools import SearchConfig, ToolsConfig
 from arpo.errors import UserError
 from arpo.metrics import Metrics, rollout_metrics
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.sampling.sampler import rollout
 from arpo.tools import make_tools, prices, prices_of
-from arpo.tools.base import ToolResult, ToolRunner
+from arpo.tools.base import ToolResult
 from arpo.tools.interface import answer
 from arpo.tools.search import SearchTool
 from arpo.trajectory import Group, ToolCall, Trajectory, Turn
@@ -37,16 +35,15 @@ def groups(tmp_path_factory) -> list[Group]:
         query = rng.choice([*SEARCHES, " ", "\x00"])
         return f"<think>t</think><search>{query}</search>", rng.choice([1.0, 3.0])
 
-    runner = ToolRunner(make_tools(ToolsConfig(names=("search",), search=search)), prices={"search": 0.25})
-    cfg = RolloutConfig(group_size=6, max_response_tokens=800, max_tool_calls=2, answer_reserve_tokens=60)
-    branching = BranchingConfig(num_initial_rollouts=2, entropy_tokens=5)
-    try:
-        groups = rollout(
-            [prompt(f"p{i}", tools=("search",)) for i in range(4)],
-            ScriptedEngine(TOKENIZER, script), runner, CODEC, cfg, branching, seed=1,
-        )  # fmt: skip
-    finally:
-        runner.close()
+    groups = play(
+        script,
+        cfg=RolloutConfig(group_size=6, max_response_tokens=800, max_tool_calls=2, answer_reserve_tokens=60),
+        branching=BranchingConfig(num_initial_rollouts=2, entropy_tokens=5),
+        tools=[SearchTool(search)],
+        prices={"search": 0.25},
+        prompts=[prompt(f"p{i}", tools=("search",)) for i in range(4)],
+        seed=1,
+    )
     for number, trajectory in enumerate(t for group in groups for t in group.trajectories):
         trajectory.reward = [1.1, 0.0, -1.0][number % 3]
         trajectory.reward_parts = {"accuracy": float(trajectory.reward > 0)}

@@ -5,28 +5,11 @@ import random
 import re
 
 import pytest
-from helpers.web_service import FakeTime, WebService, found, never, says
+from helpers.web_service import FakeTime, WebService, never, says
 
 from arpo.errors import Outage, UserError
 from arpo.tools.http.client import HttpClient, Unavailable, chat_url, probe
 from arpo.tools.http.policy import BreakerOpen, HttpPolicy, Throttle
-
-
-@pytest.fixture
-def service():
-    with WebService([found("otters swim")]) as running:
-        yield running
-
-
-@pytest.fixture
-def fake_time() -> FakeTime:
-    return FakeTime()
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    for name in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.delenv(name, raising=False)
 
 
 class Posts:

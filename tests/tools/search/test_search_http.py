@@ -13,7 +13,6 @@ import pytest
 from helpers.asking import ask
 from helpers.redis_server import redis_server
 from helpers.web_service import (
-    FakeTime,
     WebService,
     found,
     half_an_answer,
@@ -44,22 +43,11 @@ KEY = "sk-very-secret-0123456789"
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture
-def service():
-    with WebService([found("otters swim")]) as running:
-        yield running
-
-
-@pytest.fixture
-def fake_time() -> FakeTime:
-    return FakeTime()
-
-
 @pytest.fixture(autouse=True)
 def keys(monkeypatch):
     monkeypatch.setenv("BRIGHTDATA_API_KEY", KEY)
     monkeypatch.setenv("SERPER_API_KEY", KEY)
-    for name in ("RANK", "WORLD_SIZE", "http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY"):
+    for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 
