@@ -7,7 +7,7 @@ from helpers.fakes import ScriptedEngine
 from helpers.families import TEMPLATES, hermes_codec, opening_template
 from helpers.scripted_rollout import ANSWER, CALL, CODEC, SHORT, TOKENIZER, play, prompt
 
-from arpo.batch import row_of
+from arpo.batch import collate, row_of
 from arpo.errors import UserError
 from arpo.log.dumps import dump_line, read_dump
 from arpo.options import BranchingConfig
@@ -76,8 +76,11 @@ def test_the_policy_learns_its_notes_and_not_what_it_was_told(noted):
 
 def test_a_row_is_what_the_engine_was_asked_and_answered(noted):
     engine, group, trajectory = noted
+    row = row_of(group, trajectory)
     for _, token_ids, _ in engine.submitted:
-        assert any(list(ids[: len(token_ids)]) == token_ids for _, _, ids in row_of(group, trajectory).sequences)
+        assert any(list(ids[: len(token_ids)]) == token_ids for _, _, ids in row.sequences)
+    # the turn after the note, which follows it without a tool result between (loss.ratio_over turn)
+    assert collate([row]).starts_context.nonzero().tolist() == [[0, trajectory.turns[3].start]]
 
 
 def test_a_tool_that_is_called_in_a_note_does_not_run():
