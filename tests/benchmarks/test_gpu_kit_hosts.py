@@ -10,18 +10,15 @@ import pytest
 import torch
 
 from benchmarks import update_mfu
-from benchmarks.gpu import colocated
-from benchmarks.shared.gpu_sections import OF_TRAIN_RL, Section, sections
+from benchmarks.shared.gpu_sections import OF_TRAIN_RL, sections
 from benchmarks.shared.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = sections("cuda")
+H100_BYTES = 79.1 * 2**30
+"""What torch reports of an H100 with 80 GB."""
 ABSENT = {*OF_TRAIN_RL, "math_verify", "pydantic", "aiohttp", "tensorboard", "matplotlib"} - {"pytest"}
 """Packages that no section names unless it needs vLLM."""
-
-GIB = 2**30
-H100_BYTES = 79.1 * GIB
-"""What torch reports of an H100 with 80 GB."""
 
 WITHOUT = """
 import importlib.abc, runpy, sys
@@ -69,33 +66,6 @@ for script in {scripts}:
         assert not end.code, script
 """
     assert run_without(ABSENT, code).count("usage: ") == len(scripts)
-
-
-def flag(section: Section, name: str, default: str) -> str:
-    command = section.command
-    return command[command.index(name) + 1] if name in command else default
-
-
-def gib_of(section: Section) -> float:
-    """Return the GiB of weights, gradients, moments, ballast and engine at the fullest moment of the section."""
-    script = section.command[0]
-    shape = SHAPES[flag(section, "--shape", "7b")]
-    if script == "benchmarks/update_mfu.py":
-        return 8 * shape.parameters / GIB  # weights and gradients; the moments are the next test
-    if script == "benchmarks/gpu/colocated.py":
-        trained = colocated.STATE_BYTES * SHAPES[flag(section, "--trained", "7b")].parameters
-        state = max(trained, colocated.STATE_BYTES * shape.parameters / colocated.RANKS_OF_A_NODE)
-        return (state + 0.7 * H100_BYTES) / GIB
-    if script == "benchmarks/gpu/decode_steps.py":
-        return 2 * shape.parameters / GIB
-    return 0.0
-
-
-def test_each_section_fits_on_an_h100_by_arithmetic():
-    needed = {section.name: gib_of(section) for section in SECTIONS if section.num_gpus == 1}
-    activations_and_cuda = 8
-    assert {name for name, gib in needed.items() if gib + activations_and_cuda > H100_BYTES / GIB} == set()
-    assert needed["speed/update_mfu_7b"] > 55 and needed["speed/colocated_7b"] > 65, "the arithmetic sees them"
 
 
 @pytest.mark.parametrize("shape, measured", [("1.5b", True), ("7b", False)])

@@ -29,26 +29,29 @@ def outcome(tmp_path):
     return outcome
 
 
-def test_a_benchmarks_last_line_is_its_result(outcome):
-    done = outcome('print(\'hello\'); print(\'{"name": "x", "ratio": 2.5}\')')
-    assert (done.status, done.result, done.reason) == ("passed", {"name": "x", "ratio": 2.5}, "")
-    assert outcome("print('hello')").reason == "no JSON in its last line"
-    crashed = outcome("import os; print('{}', flush=True); os.abort()")
-    assert (crashed.status, crashed.reason, crashed.result) == ("passed", "exit code -6", {}), "all was done by then"
+HELLO = "print('hello'); "
 
 
 @pytest.mark.parametrize(
-    "code, reason",
+    "code, needs, status, reason, result",
     [
-        ("raise ValueError('no such shape')", "ValueError: no such shape"),
-        ("print('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB'); exit(1)", "out of memory"),
-        ("import os; print('before', flush=True); os.abort()", "Fatal Python error: Aborted; before"),
-        ("import os; os._exit(3)", "no output"),
+        (HELLO + "print('{\"ratio\": 2.5}')", (), "passed", "", {"ratio": 2.5}),
+        (HELLO + "import os; print('{}', flush=True); os.abort()", (), "passed", "exit code -6", {}),
+        (HELLO, (), "failed", "no JSON in its last line", None),
+        ("raise ValueError('no such shape')", (), "failed", "ValueError: no such shape", None),
+        ("print('torch.OutOfMemoryError: CUDA out of memory. Tried to'); exit(1)", (), "failed", "out of memory", None),
+        ("import os; print('before', flush=True); os.abort()", (), "failed", "Aborted; before", None),
+        ("import os; os._exit(3)", (), "failed", "no output", None),
+        (HELLO, ("json", "no_such_a", "no_such_b"), "skipped", "no_such_a, no_such_b is not installed", None),
+        # unsloth 7971, dask 4706: to skip a test for an import which nobody expected looks like a pass
+        ("raise ModuleNotFoundError(\"No module named 'no_such_b.part'\")", (), "failed", "no_such_b.part is", None),
     ],
+    ids=["passes", "crashes late", "says nothing", "raises", "has no memory", "crashes", "exits", "needs", "imports"],
 )
-def test_a_section_that_fails_says_why_and_takes_nothing_with_it(outcome, code, reason):
-    failed = outcome(code)
-    assert (failed.status, failed.reason) == ("failed", reason)
+def test_a_section_takes_nothing_with_it_and_says_its_result_or_reason(outcome, code, needs, status, reason, result):
+    ended = outcome(code, needs=needs)
+    assert (ended.status, ended.result) == (status, result)
+    assert reason in ended.reason and bool(reason) == bool(ended.reason)
 
 
 @pytest.mark.slow
@@ -63,29 +66,6 @@ def test_a_section_that_hangs_ends_at_its_limit_with_all_its_processes_and_leave
     assert not (tmp_path / "alive").exists()
 
 
-def test_a_section_without_its_packages_is_skipped(outcome):
-    skipped = outcome("print('{}')", needs=("json", "no_such_package"))
-    assert (skipped.status, skipped.reason, skipped.seconds) == ("skipped", "no_such_package is not installed", 0.0)
-
-
-@pytest.mark.parametrize("module", ["no_such_package.part", "arpo.no_such_module"])
-def test_a_section_that_lacks_a_package_which_it_does_not_name_has_failed(outcome, module):
-    """As unsloth 7971 and dask 4706: a test that is skipped for an import which nobody expected looks like a pass."""
-    ended = outcome(f"raise ModuleNotFoundError('No module named ' + repr({module!r}))")
-    assert ended.status == "failed" and module in ended.reason
-
-
-def test_the_last_line_counts_what_did_not_run_for_want_of_a_package(outcome):
-    lacking = [
-        outcome("", needs=("no_such_a",)),
-        outcome("", needs=("no_such_a", "no_such_b")),
-        outcome("raise ModuleNotFoundError(\"No module named 'no_such_b.part'\")"),
-    ]
-    line = "3 sections did not run for want of packages: no_such_a (2), no_such_b (1), no_such_b.part (1)"
-    assert gpu_report.absent_packages([*lacking, outcome("print('{}')")]) == line
-    assert gpu_report.absent_packages([outcome("print('{}')"), outcome("1 / 0")]) == ""
-
-
 def test_a_section_imports_a_package_that_only_the_callers_pythonpath_names(outcome, tmp_path, monkeypatch):
     """As sdnext 3878: packages of pip install --target are found in no other way."""
     (tmp_path / "site").mkdir()
@@ -98,12 +78,6 @@ def test_a_section_imports_a_package_that_only_the_callers_pythonpath_names(outc
     assert child_environment()["PYTHONPATH"] == str(ROOT), "an empty entry would be the current folder"
 
 
-def test_no_benchmark_sets_pythonpath_for_itself():
-    files = [path for path in (ROOT / "benchmarks").rglob("*.py") if '"PYTHONPATH"' in path.read_text()]
-    # offline.py adds the folder of the wheels that it has carried, and keeps what the caller had
-    assert sorted(path.name for path in files) == ["children.py", "offline.py"]
-
-
 def test_a_section_that_fails_or_hangs_keeps_the_numbers_it_had(outcome):
     """As datafusion-ballista 2101: a failure in the last part must not cost what was measured before it."""
     so_far = "from benchmarks.shared.children import print_so_far; print_so_far({'name': 'x', 'ratio': 2.5}); "
@@ -114,31 +88,6 @@ def test_a_section_that_fails_or_hangs_keeps_the_numbers_it_had(outcome):
     assert hung.status == "failed" and hung.result["ratio"] == 2.5
     assert outcome(so_far).status == "failed", "it ended before its last line"
     assert outcome(so_far + "print('{\"ratio\": 3}')").result == {"ratio": 3}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "broken, status, optimizer",
-    [
-        ("mfu.build_optimizer", "passed", "out of memory"),
-        ("torch.nn.Module.compile", "failed", None),
-    ],
-)
-def test_the_mfu_stays_if_the_optimizer_or_the_compiler_fails(tmp_path, broken, status, optimizer):
-    error = {"passed": "torch.OutOfMemoryError('CUDA out of memory')", "failed": "RuntimeError('no compiler')"}[status]
-    code = f"""
-import sys, torch
-from benchmarks import update_mfu as mfu
-def fail(*args, **kwargs): raise {error}
-{broken} = fail
-sys.argv = ["update_mfu", "--quick", "--shape", "tiny"]
-mfu.main()
-"""
-    section = gpu_report.Section("some/section", ("-c", code))
-    ended = gpu_report.run(section, "cpu", tmp_path / "log", quick=True, limit_s=300)
-    assert ended.status == status and 0 < ended.result["ratio"] < 1, ended
-    assert ended.result["optimizer_s"] == optimizer if optimizer else ended.result["optimizer_s"] > 0
-    assert status == "passed" or ended.reason == "RuntimeError: no compiler"
 
 
 @pytest.mark.slow
@@ -156,17 +105,14 @@ def test_what_finds_no_place_in_the_total_time_is_skipped_and_says_how_to_run_it
 
 
 def test_the_report_is_complete_after_each_section_and_keeps_what_was_measured_before(tmp_path):
-    first = gpu_report.Outcome(
-        "speed/a", "passed", 3.0, result={"name": "a", "ratio": 1.23456, "unit": "s"}, gpu="H200, 139 GiB"
-    )
+    first = gpu_report.Outcome("speed/a", "passed", 3.0, result={"ratio": 1.23456}, gpu="H200, 139 GiB")
     gpu_report.write_report(tmp_path, {"gpu": "some GPU"}, [first])
     assert gpu_report.read_outcomes(tmp_path) == [first]
-    second = gpu_report.Outcome("speed/b", "failed", 4.0, "a | b")
+    second = gpu_report.Outcome("speed/b", "failed", 4.0, "no_such_a is not installed")
     gpu_report.write_report(tmp_path, {"gpu": "some GPU"}, [first, second])
     assert json.loads((tmp_path / "report.json").read_text())["machine"] == {"gpu": "some GPU"}
-    lines = (tmp_path / "report.md").read_text().splitlines()
-    assert lines[-2] == "| speed/a | passed | 3 | ratio 1.235, unit s | H200 |"
-    assert lines[-1] == "| speed/b | failed | 4 | a / b |  |"
+    assert "| speed/a | passed | 3 | ratio 1.235 | H200 |" in (tmp_path / "report.md").read_text()
+    assert gpu_report.absent_packages([first, second]).endswith("want of packages: no_such_a (1)")
 
 
 TESTS = """
@@ -202,16 +148,10 @@ def test_what_sections_wrote_is_kept_but_for_the_beginning_of_what_is_long(tmp_p
     assert kept == "\n\n==== speed/s\nshort\n\n==== speed/a\nlong one"
 
 
-def test_the_report_asks_for_everything_that_the_gpu_tests_and_the_benchmarks_hold():
-    names = [section.name for section in gpu_report.sections("cuda")]
-    assert len(names) == len(set(names)) > 12
-    for part in ("run/train_rl_0.5b", "decode_steps_7b", "colocated_7b", "ranks/update_mfu_7b_hsdp", "ranks/lost",
-                 "ranks/train_rl_tensor_parallel", "mfu_0.6b_16k",
-                 "fsdp2", "a_tree_equals", "chunked_head", "synced", "fifty_cycles", "mfu_0.5b", "mfu_1.5b", "mfu_7b",
-                 "attention_backends", "optimizer_step",
-                 "tree_training", "head_memory", "weight_sync", "rollout_streaming", "engine_decode_fp8"):  # fmt: skip
-        assert any(part in name for name in names), part
-    for section in gpu_report.sections("cuda"):
+def test_every_section_has_a_name_of_its_own_and_a_script_that_is_there():
+    found = gpu_report.sections("cuda")
+    assert len(found) == len({section.name for section in found}) > 12
+    for section in found:
         script = next(part for part in section.command if "/" in part).partition("::")[0]
         assert (ROOT / script).exists(), script
 

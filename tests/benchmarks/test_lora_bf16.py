@@ -43,15 +43,8 @@ def test_a_short_response_with_one_number_counts(response, score):
 @pytest.mark.timeout(1800)
 def test_every_arm_hands_the_adapters_to_the_engine_and_a_second_call_runs_none_of_them_again(tiny_model_dir, tmp_path):
     """At this rate the change is far above bfloat16's steps, so that every arm's engine must show all of it."""
-    command = [
-        sys.executable,
-        f"{ROOT}/benchmarks/lora_bf16.py",
-        "--model",
-        str(tiny_model_dir),
-        "--out",
-        str(tmp_path),
-    ]
-    command += ["--steps", "3", "--lr", "1e-2"]
+    command = [sys.executable, f"{ROOT}/benchmarks/lora_bf16.py", "--model", str(tiny_model_dir)]
+    command += ["--out", str(tmp_path), "--steps", "3", "--lr", "1e-2"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])

@@ -44,20 +44,15 @@ def test_a_checkpoint_of_4b_takes_the_fifty_gigabytes_that_were_reported():
 
 def test_the_peak_holds_one_checkpoint_more_than_stay():
     """RWKV-infctx-trainer #27: "( checkpoints + 1 ) * model size"; prime-rl #791: deleted only after the new one is
-    written."""
+    written. Agent-RL/ReCall #61: 2.8 TB were not enough, because all checkpoints stayed."""
     shape = MODELS["Qwen3-14B"]
     each = recipe.checkpoint_bytes(shape, RUN) + recipe.export_bytes(shape)
-    assert recipe.disk_bytes(shape, RUN) == (2 * each, 3 * each)
+    for number in (5, 500):
+        assert recipe.disk_bytes(shape, replace(RUN, num_saves=number, num_exports=number)) == (2 * each, 3 * each)
     assert recipe.disk_bytes(shape, replace(RUN, num_saves=2, num_exports=2)) == (2 * each, 2 * each)
     assert recipe.disk_bytes(shape, replace(RUN, num_saves=1, num_exports=1)) == (each, each)
     export = recipe.export_bytes(shape)
     assert recipe.disk_bytes(shape, replace(RUN, keep_best=True)) == (2 * each + export, 3 * each + export)
-
-
-def test_the_disk_does_not_grow_with_the_number_of_saves():
-    """Agent-RL/ReCall #61: 2.8 TB were not enough, because all checkpoints stayed."""
-    shape = MODELS["Qwen2.5-7B"]
-    assert recipe.disk_bytes(shape, RUN) == recipe.disk_bytes(shape, replace(RUN, num_saves=500, num_exports=500))
 
 
 def test_lora_saves_its_adapters_only_and_a_critic_is_saved_too():
@@ -117,17 +112,8 @@ def test_hours_are_steps_and_validations_and_saves():
 
 def test_scaling_prints_the_run_and_takes_the_flags_of_the_command(capsys):
     argv = ["--quick", "--hardware", "1xRTX4090-24GB", "--nodes", "1", "--config", str(CONFIGS / "gsm8k.yaml")]
-    scaling.main(argv)
-    full = capsys.readouterr().out
-    assert "| 1 | 70: " in full and "disk: 18 GB, and 26 GB during a save" in full
     scaling.main([*argv, "--model.lora_rank", "32", "--run.num_steps", "110"])
     lora = capsys.readouterr().out
     assert "| 1 | 110: " in lora and "0.2 GB of state" in lora
     scaling.main([*argv, "--data.train", "my.jsonl", "--run.num_steps=0"])
     assert "hours: unknown, because data.train is not here; pass --run.num_steps N" in capsys.readouterr().out
-
-
-def test_flags_without_files_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        scaling.main(["--quick", "--model.lora_rank", "32"])
-    assert "flags of train_rl.py need --config FILE" in capsys.readouterr().err

@@ -40,12 +40,9 @@ def test_todays_benchmark_measures_todays_code_and_that_of_the_ref(repository):
     assert there == [{"answer": 1, "arguments": 2}] * 3
 
 
-def test_an_unknown_ref_is_one_line(repository):
+def test_an_unknown_ref_or_a_version_that_fails_ends_the_comparison_in_one_line(repository):
     with pytest.raises(SystemExit, match=r"--against nowhere: .*nowhere"):
         rounds_of_both("benchmarks/count.py", [], "nowhere", 1, root=repository)
-
-
-def test_a_version_that_fails_ends_the_comparison(repository):
     (repository / "arpo" / "answer.py").write_text("")
     with pytest.raises(SystemExit, match="the version here ended with exit status 1"):
         rounds_of_both("benchmarks/count.py", [], "HEAD", 1, root=repository)

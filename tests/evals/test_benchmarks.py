@@ -115,31 +115,26 @@ def test_an_unknown_benchmark_is_an_error_that_suggests_the_right_one(word, mean
         select(("gaia", word), data_dir)
 
 
+GOOD = {"2wiki": '{"question": "q", "answer": "a"}', "math": r'{"problem": "p", "solution": "\\boxed{3}", "level": ""}'}
+
+
 @pytest.mark.parametrize(
-    "line, words",
+    "name, line, words",
     [
-        ('{"question": "q"}', "has no answer"),
-        ('{"answer": "a"}', "has no question"),
-        ('{"question": "q", "answer": ""}', "answer is blank"),
-        ('{"question": 3, "answer": "a"}', "the question must be text"),
-        ('{"question": "q", "ans', "not valid JSON"),
-        ("[]", "must be a JSON object"),
+        ("2wiki", '{"question": "q"}', "has no answer"),
+        ("2wiki", '{"answer": "a"}', "has no question"),
+        ("2wiki", '{"question": "q", "answer": ""}', "answer is blank"),
+        ("2wiki", '{"question": 3, "answer": "a"}', "the question must be text"),
+        ("2wiki", '{"question": "q", "ans', "not valid JSON"),
+        ("2wiki", "[]", "must be a JSON object"),
+        ("math", GOOD["math"].replace("3}", "3"), "answer"),
     ],
 )
-def test_one_bad_row_of_a_published_set_is_an_error_with_file_line_and_field(line, words, tmp_path):
-    (tmp_path / "2wiki").mkdir()
-    good = '{"question": "q", "answer": "a"}\n'
-    (tmp_path / "2wiki" / "test.jsonl").write_text(good * 200 + line + "\n" + good)
-    with pytest.raises(UserError, match=rf"2wiki/test\.jsonl:201: .*{words}"):
-        read_benchmark("2wiki", BENCHMARKS["2wiki"], tmp_path)
-
-
-def test_a_solution_without_a_box_is_named(tmp_path):
-    (tmp_path / "math").mkdir()
-    row = {"problem": "p", "level": "Level 1", "solution": "so $\\boxed{3$"}
-    (tmp_path / "math" / "test.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(UserError, match=r"math/test\.jsonl:1: answer"):
-        read_benchmark("math", BENCHMARKS["math"], tmp_path)
+def test_one_bad_row_of_a_published_set_is_an_error_with_file_line_and_field(name, line, words, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "test.jsonl").write_text("\n".join([GOOD[name]] * 200 + [line, GOOD[name]]))
+    with pytest.raises(UserError, match=rf"{name}/test\.jsonl:201: .*{words}"):
+        read_benchmark(name, BENCHMARKS[name], tmp_path)
 
 
 def test_a_benchmark_is_added_by_one_entry(tmp_path):

@@ -89,18 +89,6 @@ def test_with_a_judge_its_verdict_counts_and_what_it_could_not_say_is_told(tmp_p
     assert asked == 5  # nothing is asked about a missing answer
 
 
-def test_grading_again_asks_nothing_and_gives_the_same(tmp_path):
-    records = [boxed(f"answer {i}", sample=i) for i in range(6)]
-    with WebService([says(reply("Correct"))]) as service:
-        cfg = JudgeConfig(url=service.url, model="m")
-        judge = Judge(cfg, tmp_path / "judge.sqlite")
-        first = grade_records(records, metric="qa", judge=judge)
-        judge.close()
-    judge = Judge(cfg, tmp_path / "judge.sqlite")
-    assert grade_records(records, metric="qa", judge=judge) == first
-    judge.close()
-
-
 # -- own files: the reward -------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,5 @@
 """Evaluation with calls in JSON: the answer is the last turn's, no prompt speaks of tags."""
 
-from dataclasses import replace
-
 import pytest
 from helpers.edits import ROOT
 from helpers.eval_records import record, saved
@@ -23,42 +21,29 @@ LLAMA_CALL, LLAMA_RESULT = '{"name": "f", "parameters": {}}', ('ipython\n\n"\\bo
 RESULT = ("\nuser\n<tool_response>\n\\boxed{5}\n</tool_response>\nassistant\n", False)
 
 
-def of(*segments, **other):
-    return record("".join(text for text, _ in segments), segments=list(segments), protocol="hermes", **other)
+LAST = ("<think>\\boxed{6}</think>It is \\boxed{4}.", True)
 
 
 @pytest.mark.parametrize(
-    ("segments", "prediction", "is_well_formed"),
+    ("protocol", "segments", "prediction", "is_well_formed"),
     [
-        ([(f"\\boxed{{5}}? {CALL}", True), RESULT, ("<think>\\boxed{6}</think>It is \\boxed{4}.", True)], "4", True),
-        ([(f"It is \\boxed{{4}}. {CALL}", True), RESULT, ("so it is.", True)], "", False),
-        ([(f"It is \\boxed{{4}}. {CALL}", True), RESULT], "", False),
-        ([("<answer>4</answer>", True)], "4", False),
+        ("hermes", [(f"\\boxed{{5}}? {CALL}", True), RESULT, LAST], "4", True),
+        ("hermes", [(f"It is \\boxed{{4}}. {CALL}", True), RESULT, ("so it is.", True)], "", False),
+        ("hermes", [(f"It is \\boxed{{4}}. {CALL}", True), RESULT], "", False),
+        ("hermes", [("<answer>4</answer>", True)], "4", False),
+        (LlamaCodec.format, [(LLAMA_CALL, True), LLAMA_RESULT, LAST], "4", True),
+        (LlamaCodec.format, [('{"name": ', True), LLAMA_RESULT, LAST], "4", False),
+        (LlamaCodec.format, [(LLAMA_CALL, True), LLAMA_RESULT], "", False),
+        (LlamaCodec.format, [('{"name": "f", "parameters": {"x": "\\boxed{4}"}}', True)], "", False),
     ],
-)  # fmt: skip
-def test_the_answer_is_looked_for_in_the_last_turn(segments, prediction, is_well_formed):
-    made = of(*segments)
+)
+def test_the_answer_is_looked_for_in_the_last_turn_and_a_call_is_none(protocol, segments, prediction, is_well_formed):
+    made = record("".join(text for text, _ in segments), segments=segments, protocol=protocol)
     [grade] = grade_records([made], metric="math")
     assert (grade.prediction, grade.correct) == (prediction, float(prediction == "4"))
     assert well_formed(made) is is_well_formed
     [by_reward] = grade_records([made], metric="reward")
     assert by_reward.scores["well_formed"] == is_well_formed
-
-
-@pytest.mark.parametrize(
-    ("segments", "prediction", "is_well_formed"),
-    [
-        ([(LLAMA_CALL, True), LLAMA_RESULT, ("<think>\\boxed{6}</think>It is \\boxed{4}.", True)], "4", True),
-        ([('{"name": ', True), LLAMA_RESULT, ("It is \\boxed{4}.", True)], "4", False),
-        ([(LLAMA_CALL, True), LLAMA_RESULT], "", False),
-        ([('{"name": "f", "parameters": {"x": "\\boxed{4}"}}', True)], "", False),
-    ],
-)  # fmt: skip
-def test_a_call_in_llamas_form_is_no_answer(segments, prediction, is_well_formed):
-    made = replace(of(*segments), protocol=LlamaCodec.format)
-    [grade] = grade_records([made], metric="math")
-    assert (grade.prediction, grade.correct) == (prediction, float(prediction == "4"))
-    assert well_formed(made) is is_well_formed
 
 
 def test_records_keep_their_protocol(tmp_path):
@@ -90,22 +75,14 @@ def test_each_form_of_calls_is_a_value_of_the_option_and_its_codec_knows_its_nam
     names = names_of("protocol/__init__", "FORMS")
     assert names == ("tags", "hermes", "xml")
     assert all(form_of(name).codec.format == ProtocolConfig(name).format == name for name in names)
-    with pytest.raises(ValueError, match=r"protocol\.format='herms' is unknown; did you mean 'hermes'"):
-        ProtocolConfig("herms")
 
 
-def test_a_form_of_the_users_is_the_value_of_the_option_wherever_the_file_lies():
+def test_a_codec_is_of_the_form_in_the_options_wherever_its_file_lies_and_gets_our_tools():
     option = f"{ROOT}/extras/llama.py:LLAMA"
-    tokenizer = llama_codec().tokenizer
-    made = make_codec(tokenizer, ProtocolConfig(option), ("search", "python"), enable_thinking=False)
+    made = make_codec(llama_codec().tokenizer, ProtocolConfig(option), ("search", "python"), enable_thinking=False)
     assert made.format == option and form_of(made.format).codec is type(made)
-
-
-def test_the_codec_of_a_format_gets_the_schemas_of_our_tools():
     tokenizer = hermes_codec("qwen3").tokenizer
     made = make_codec(tokenizer, ProtocolConfig("hermes"), ("search", "python"), enable_thinking=True)
     assert made.format == "hermes" and made.schemas["python"].text_argument == "code" and made.enable_thinking
-    assert make_codec(tokenizer, ProtocolConfig(), ("search", "mine"), enable_thinking=False).tools == (
-        "search",
-        "mine",
-    )
+    made = make_codec(tokenizer, ProtocolConfig(), ("search", "mine"), enable_thinking=False)
+    assert made.tools == ("search", "mine")

@@ -1,17 +1,13 @@
 """The judge: what counts as a verdict, an endpoint that fails in every way, replies that are never asked for twice."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from aiohttp import web
 from helpers.eval_records import reply
+from helpers.forked import fork
 from helpers.judge_server import RIGHT, judges_by_prediction
 from helpers.web_service import FakeTime, fast_time, half_an_answer, never, resets, says
 
@@ -94,6 +90,8 @@ def test_an_endless_prediction_is_cut_in_the_middle():
 
 def test_verdicts_come_in_the_order_of_the_tasks_and_equal_tasks_are_asked_once(make_judge, service):
     judge = make_judge(max_concurrent=3)
+    judge.probe()
+    judge.probe()
     verdicts = judge.judge([*tasks(20), *tasks(20)])
     assert [v.status for v in verdicts] == ["correct", "incorrect"] * 20
     assert len(service.requests) == 1 + 20  # the probe, and one for each question
@@ -198,13 +196,6 @@ def test_an_unreachable_judge_is_one_line_before_anything_else(tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_a_probe_asks_once(make_judge, service):
-    judge = make_judge()
-    judge.probe()
-    judge.probe()
-    assert len(service.requests) == 1
-
-
 def test_the_key_is_sent_and_never_told(make_judge, service, monkeypatch, tmp_path):
     judge = make_judge(max_tries=1)
     monkeypatch.setenv("JUDGE_API_KEY", "sk-secret")
@@ -234,30 +225,20 @@ def test_settings_that_cannot_work_are_refused(tmp_path, settings, words):
 
 # -- kill -9 ---------------------------------------------------------------------------------------------------------
 
-JUDGING = """
-import sys
-sys.path[:0] = [sys.argv[3], sys.argv[3] + '/tests']
-from evals.test_judge import tasks
-from arpo.evals.judge import Judge
-from arpo.config.evals import JudgeConfig
-judge = Judge(JudgeConfig(url=sys.argv[1], model="tester", max_concurrent=2), sys.argv[2])
-judge.judge(tasks(400))
-"""
 
-
-def test_nothing_is_judged_twice_after_kill_9(make_judge, service, tmp_path):
+def test_nothing_is_judged_twice_after_kill_9(make_judge, service):
     async def at_leisure(request: web.Request) -> web.Response:
         time.sleep(0.005)
         return await judges_by_prediction(request)
 
     service.then(at_leisure)
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", JUDGING, service.url, str(tmp_path / "judge.sqlite"), str(root)]
-    with subprocess.Popen(command, cwd=root) as process:
-        while len(service.requests) < 100:
-            assert process.poll() is None
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
+    judging = fork.Process(target=lambda: make_judge(max_concurrent=2).judge(tasks(400)))
+    judging.start()
+    while len(service.requests) < 100:
+        assert judging.is_alive()
+        time.sleep(0.01)
+    judging.kill()
+    judging.join()
     known = len(service.requests) - 1 - 2  # without its probe, and two whose replies were on their way
     assert known < 397
     service.then(judges_by_prediction)

@@ -37,7 +37,7 @@ def run_of(benchmark: str, num_questions: int, n: int, *, seed: int = 0, **other
     return records
 
 
-META = {"overlong": {"bamboogle": 3}, "about": f"made by {HOSTILE}"}
+META = {"overlong": {"bamboogle": 3, "gaia": 0, "hle": 9}, "about": f"made by {HOSTILE}"}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def report(tmp_path_factory):
     return folder, write_report(folder, records, grades, **META), records, grades
 
 
-def test_the_accuracies_come_first(report):
+def test_the_report_begins_with_the_accuracies_and_says_what_was_left_out_and_that_there_was_no_judge(report):
     folder, scores, *_ = report
     text = (folder / "report.md").read_text()
     mean = f"{(scores['gaia']['accuracy'] + scores['bamboogle']['accuracy']) / 2:.3f}"
@@ -60,6 +60,12 @@ def test_the_accuracies_come_first(report):
     first = text.split("\n## ")[1]
     assert first.startswith("Accuracy\n") and f"| mean of 2 (all) |  |  | {mean} [" in first
     assert "| gaia | 12 |" in first and "| bamboogle | 30 (3 left out) |" in first
+    assert scores["bamboogle"]["overlong"] == 3 and "overlong" not in scores["gaia"]
+    assert "Left out: prompts over eval.max_prompt_tokens." in text
+    assert "- No judge: gaia, bamboogle graded by rule (token F1; solved = an F1 of 1)." in text
+    assert "| gaia | search |" in text and "| gaia | tool error | search: timeout |" in text
+    assert "| gaia | stop | length |" in text
+    assert "<img" not in text and "<script" not in text
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
@@ -156,37 +162,15 @@ def test_a_question_with_fewer_samples_counts_only_where_it_can():
 # -- what is written -------------------------------------------------------------------------------------------------
 
 
-def test_scores_and_grades_are_on_disk(report):
-    folder, scores, _, grades = report
+def test_scores_and_grades_are_on_disk_and_the_same_records_make_the_same_files(report, tmp_path):
+    folder, scores, records, grades = report
     assert json.loads((folder / "scores.json").read_text()) == json.loads(json.dumps(scores))
     assert read_grades(folder / "grades" / "gaia.jsonl") == grades["gaia"]
     assert not list(folder.glob("*.tmp"))
-
-
-def test_the_same_records_make_the_same_files(report, tmp_path):
-    folder, _, records, grades = report
     tmp_path = tmp_path / folder.name
     write_report(tmp_path, records, grades, **META)
     for name in ("scores.json", "report.md", "grades/gaia.jsonl"):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
-
-
-def test_the_report_says_that_there_was_no_judge(report):
-    text = (report[0] / "report.md").read_text()
-    assert "- No judge: gaia, bamboogle graded by rule (token F1; solved = an F1 of 1)." in text
-    assert "| gaia | search |" in text and "| gaia | tool error | search: timeout |" in text
-    assert "| gaia | stop | length |" in text
-    assert "| mean of 2 (all) |" in text
-    assert "<img" not in text and "<script" not in text
-
-
-def test_questions_that_were_left_out_are_counted_beside_those_that_were_asked(report, tmp_path):
-    _, _, records, grades = report
-    scores = write_report(tmp_path, records, grades, overlong={"gaia": 3, "bamboogle": 0, "hle": 9})
-    text = (tmp_path / "report.md").read_text()
-    assert "| gaia | 12 (3 left out) |" in text and "| bamboogle | 30 |" in text
-    assert "Left out: prompts over eval.max_prompt_tokens." in text
-    assert scores["gaia"]["overlong"] == 3 and "overlong" not in scores["bamboogle"]
 
 
 def test_judges_failures_are_told(tmp_path):

@@ -1,12 +1,18 @@
 """Prompts, results and SFT rows of calls in Llama's JSON, token by token against what the whole template renders."""
 
+from dataclasses import replace
+
 import pytest
 from helpers.families import SCHEMAS, dialogue, edited_template, hermes_codec, llama_codec, pieces
+from helpers.scripted_rollout import SHORT, play
 
+from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
 from arpo.protocol.calls import TRUNCATION_MARK
-from arpo.trajectory import ToolCall
+from arpo.rewards import score_groups
+from arpo.trajectory import Prompt, StopReason, ToolCall
 from extras.llama import END_OF_MESSAGE, LlamaCodec
+from extras.viewer.groups import trajectory_view
 
 FUNCTIONS = [schema.as_function() for schema in SCHEMAS]
 ASKED = dialogue("s:be brief", "u:who?")
@@ -178,3 +184,26 @@ def test_special_tokens_in_calls_and_texts_of_sft_are_characters(codec):
     row = codec.render_conversation(turns)
     trained = [token for token, mask in zip(row.token_ids, row.loss_mask, strict=True) if mask]
     assert trained.count(codec.tokenizer.eos_token_id) == 2 and "'<|eot_id|>'" in codec.tokenizer.decode(trained)
+
+
+# ---- in the rollout
+
+
+def test_a_trajectory_is_the_row_that_sft_makes_of_it(codec):
+    turns = [f"<think>\nwhy\n</think>\n\n{TURNS[1]}", TURNS[0], "It is \\boxed{1}."]
+    cfg = replace(SHORT, group_size=1, max_response_tokens=1500, max_result_tokens=400)
+    asked = dialogue("u:question")
+    prompts = [Prompt("p0", asked, ["1"], "math", token_ids=tuple(codec.render_prompt(asked)))]
+    [group] = play(lambda _prompt, _path, turn: turns[turn], cfg=cfg, prompts=prompts, codec=codec)
+    score_groups([group], RewardConfig(bonus_tools=("search",)), tools=codec.tools, form=codec.format)
+    [t] = group.trajectories
+    said = dialogue(f"a:{turns[0]}", "t:found", f"a:{turns[1]}", "t:2", f"a:{turns[2]}")
+    row = codec.render_conversation([*asked, *said])
+    assert [*prompts[0].token_ids, *t.token_ids] == row.token_ids
+    assert [0] * len(prompts[0].token_ids) + t.loss_mask == row.loss_mask
+    assert t.rollout_logprobs == [-0.5 * m for m in t.loss_mask]
+    assert [(call.tag, call.result) for call in t.tool_calls] == [("search", "found"), ("python", "2")]
+    assert (t.stop_reason, t.reward, t.reward_reason) == (StopReason.EOS, 1.1, "")
+    t.check()
+    view = trajectory_view(t)["turns"]
+    assert [call["tag"] for call in view[0]["tool_calls"]] == ["search"] and '"found"' in view[0]["result_text"]

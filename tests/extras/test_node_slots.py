@@ -3,13 +3,13 @@
 import asyncio
 import itertools
 import os
-import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers.forked import fork, in_processes
-from helpers.python_tools import HANG_S, SMALL, start, wait_until
+from helpers.forked import fork, in_processes, killed
+from helpers.python_tools import HANG_S, SMALL, start
 
 from arpo.errors import UserError
 from extras.tools import node_slots
@@ -19,43 +19,32 @@ from extras.tools.python import RecordedPython, RecordedPythonConfig
 
 def test_no_more_than_the_limit_run_at_once_over_all_processes(tmp_path):
     def hold(number: int) -> list[int]:
-        slots, seen = NodeSlots("x", 3, folder=tmp_path), []
+        slots = NodeSlots("x", 3, folder=tmp_path)
 
-        def one() -> None:
+        def one(call: int) -> int:
             with slots.take():
-                mark = tmp_path / f"held-{os.getpid()}-{threading.get_ident()}"
+                mark = tmp_path / f"held-{number}-{call}"
                 mark.touch()
-                seen.append(len(list(tmp_path.glob("held-*"))))
+                num_held = len(list(tmp_path.glob("held-*")))
                 time.sleep(0.02)
                 mark.unlink()
+            return num_held
 
-        threads = [threading.Thread(target=one) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return seen
+        with ThreadPoolExecutor(8) as threads:
+            return list(threads.map(one, range(8)))
 
     seen = [count for part in in_processes(hold, 4) for count in part]
     assert len(seen) == 32 and max(seen) <= 3
 
 
 def test_a_killed_process_loses_no_slot(tmp_path):
-    def hold_for_ever() -> None:
+    def hold_for_ever(name: str, acknowledge: int) -> None:
         with NodeSlots("x", 2, folder=tmp_path).take():
-            (tmp_path / f"held-{os.getpid()}").touch()
+            os.write(acknowledge, f"{name}\n".encode())
             time.sleep(HANG_S)
 
     for _ in range(5):
-        holders = [fork.Process(target=hold_for_ever) for _ in range(2)]
-        for holder in holders:
-            holder.start()
-        assert wait_until(lambda: len(list(tmp_path.glob("held-*"))) == 2)
-        for holder in holders:
-            os.kill(holder.pid, signal.SIGKILL)
-            holder.join()
-        for mark in tmp_path.glob("held-*"):
-            mark.unlink()
+        assert killed(hold_for_ever, "01") == {"0", "1"}
     slots = NodeSlots("x", 2, folder=tmp_path)
     with slots.take(), slots.take():
         pass

@@ -9,19 +9,15 @@ from dataclasses import replace
 import pytest
 from helpers.notebooks import CFG, CONTEXT, cells, talk, texts
 from helpers.python_tools import TIERS, processes_of, start, wait_until
-from helpers.scripted_rollout import ANSWER, play, prompt
+from helpers.scripted_rollout import ANSWER, LONG, play, prompt
 
 from arpo.errors import UserError
 from arpo.jail.client import Sandbox
 from arpo.jail.host import NUM_SPARES
-from arpo.options import BranchingConfig, RolloutConfig
+from arpo.options import BranchingConfig
 from arpo.tools.base import ToolContext, ToolRunner
 from extras.tools.notebook import Notebook, NotebookConfig, NotebookTool
 from extras.tools.session_tool import CannotFork, SessionLost
-
-LONG = RolloutConfig(
-    group_size=8, max_response_tokens=9000, max_result_tokens=900, answer_reserve_tokens=60, max_tool_calls=6
-)
 
 
 @pytest.fixture(scope="module", params=TIERS)

@@ -6,17 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.fakes import ScriptedEngine, byte_tokenizer
 from helpers.python_tools import SMALL, run, start
+from helpers.scripted_rollout import play, prompt
 
 from arpo.config.tools import SearchConfig, ToolsConfig
 from arpo.errors import UserError
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.protocol import TagsCodec
-from arpo.sampling.sampler import rollout
 from arpo.tools import make_tools
-from arpo.tools.base import ToolResult, ToolRunner
-from arpo.trajectory import Group, Prompt
+from arpo.tools.base import ToolResult
+from arpo.trajectory import Group
 from extras.cache.__main__ import main
 from extras.tools.python import RecordedPython, RecordedPythonConfig
 from extras.tools.recorder import NOT_RECORDED
@@ -111,8 +109,6 @@ def test_a_replay_of_nothing_is_refused(tmp_path):
 # ---- a batch, recorded and replayed
 
 
-TOKENIZER = byte_tokenizer()
-CODEC = TagsCodec(TOKENIZER)
 ROLLOUT = RolloutConfig(group_size=4, max_response_tokens=900, max_result_tokens=200, answer_reserve_tokens=60)
 BRANCHING = BranchingConfig(num_initial_rollouts=2, entropy_tokens=5)
 
@@ -134,15 +130,9 @@ def tools_of(python: RecordedPythonConfig, search: SearchConfig) -> ToolsConfig:
     return ToolsConfig(names=(NAME, "search"), options=options, search=search)
 
 
-def play(cfg: ToolsConfig) -> list[Group]:
-    messages = [{"role": "user", "content": "question"}]
-    tokens = tuple(CODEC.render_prompt(messages))
-    prompts = [Prompt(f"p{i}", messages, ["1"], token_ids=tokens) for i in range(3)]
-    runner = ToolRunner(make_tools(cfg))
-    try:
-        return rollout(prompts, ScriptedEngine(TOKENIZER, script), runner, CODEC, ROLLOUT, BRANCHING, seed=3)
-    finally:
-        runner.close()
+def batch(cfg: ToolsConfig) -> list[Group]:
+    prompts = [prompt(f"p{i}") for i in range(3)]
+    return play(script, cfg=ROLLOUT, branching=BRANCHING, tools=[*make_tools(cfg).values()], prompts=prompts, seed=3)
 
 
 def everything_of(groups: list[Group]) -> list[dict]:
@@ -159,17 +149,17 @@ def test_two_replays_of_a_batch_give_the_trajectories_that_were_recorded(cfg, tm
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"contents": f"the {x} is {len(x)} m long"}) + "\n" for x in ("otter", "fox")))
     search = SearchConfig(backend="local", corpus=str(corpus), cache=cfg.cache)  # one cache for both tools
-    recorded = play(tools_of(cfg, search))
+    recorded = batch(tools_of(cfg, search))
     calls = [c for group in recorded for t in group.trajectories for c in t.tool_calls]
     assert {c.error_kind for c in calls if c.tag == "python"} == {None, "error"} and any(c.ok for c in calls)
     assert any(t.parent_id for group in recorded for t in group.trajectories)
     corpus.write_text("")  # a replay asks nobody
     strict = SearchConfig(backend="replay", cache=cfg.cache, mode="replay_strict")
     replay = tools_of(dataclasses.replace(cfg, mode="replay_strict"), strict)
-    first, second = play(replay), play(replay)
+    first, second = batch(replay), batch(replay)
     assert everything_of(first) == everything_of(second) == everything_of(recorded)
     assert all(c.cached for group in first for t in group.trajectories for c in t.tool_calls if c.executed)
-    assert everything_of(play(tools_of(dataclasses.replace(cfg, cache=""), strict))) != (everything_of(recorded))
+    assert everything_of(batch(tools_of(dataclasses.replace(cfg, cache=""), strict))) != (everything_of(recorded))
 
 
 def test_recorded_code_is_not_exported_as_searches(cfg, tmp_path, capsys):

@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.caches import entries_of, get, put
 from helpers.forked import in_processes, killed
 from helpers.processes import free_port
 from helpers.redis_server import HANG_S, REDIS, redis_server
 
 from arpo.config.tools import SearchConfig
 from arpo.errors import Outage, UserError
-from arpo.tools.cache.rows import NO_RESULTS, cache_key, unpack
+from arpo.tools.cache.rows import NO_RESULTS
 from arpo.tools.cache.store import CacheFile, open_cache
 from arpo.tools.http.policy import LocalRateLimit
 from arpo.tools.search import SearchTool
@@ -48,64 +49,55 @@ def place(request, tmp_path):
     return str(tmp_path / "cache.sqlite") if request.param == "sqlite" else request.getfixturevalue("shared")
 
 
-def put(cache, query: str, text: str, backend: str = "b") -> None:
-    cache.put(cache_key(backend, {}, query), backend, query, text)
-
-
-def get(cache, query: str, backend: str = "b") -> str | None:
-    return cache.get(cache_key(backend, {}, query), query)
-
-
-def entries_of(cache) -> list[tuple[str, str]]:
-    return [unpack(row[3]) for row in cache.rows()]
-
-
 def make_older(cache, seconds: float) -> None:
     """Let time pass: the rows are taken out, and put back with an earlier date."""
     rows = list(cache.rows())
-    cache.connection().execute("DELETE FROM entries") if isinstance(cache, CacheFile) else cache._client.flushdb()
+    cache._client.flushdb()
     cache.add([(*row[:5], row[5] - seconds) for row in rows])
 
 
-# ---- one cache, two places
+# ---- what holds for a file (tools/cache/test_cache.py) holds for a server
 
 
-def test_the_first_answer_wins_and_is_kept_for_later_runs(place):
-    cache = open_cache(place, read_only=False)
+def test_the_first_answer_wins_and_is_kept_for_later_runs(shared):
+    cache = open_cache(shared, read_only=False)
     put(cache, 'the "Silver" otter', "Page 1: wet Straße")
     put(cache, 'the "Silver" otter', "second")
+    put(cache, 'the "Silver" otter', "from two", backend="two")
     assert get(cache, "fox") is None
     cache.close()
-    replay = open_cache(place, read_only=True)
+    replay = open_cache(shared, read_only=True)
     assert get(replay, 'the "Silver" otter') == replay.get_any("the Silver otter") == "Page 1: wet Straße"
+    assert get(replay, 'the "Silver" otter', "two") == "from two"
 
 
-def test_a_replay_takes_the_first_recorded_answer_of_any_backend(place):
-    cache = open_cache(place, read_only=False)
-    put(cache, "otter", "from one", backend="one")
-    put(cache, "otter", "from two", backend="two")
-    assert cache.get_any("otter") == "from one" and get(cache, "otter", "two") == "from two"
-
-
-def test_no_results_expires_while_recording_but_not_in_a_replay(place):
-    cache = open_cache(place, read_only=False)
+def test_no_results_expires_while_recording_but_not_in_a_replay(shared):
+    cache = open_cache(shared, read_only=False)
     put(cache, "new film", NO_RESULTS)
     put(cache, "old film", "Page 1: seen")
     put(cache, "new film", "too early")
     assert get(cache, "new film") == NO_RESULTS
     make_older(cache, WEEK_S + 60)
     assert get(cache, "new film") is None and get(cache, "old film") == "Page 1: seen"
-    assert get(open_cache(place, read_only=True), "new film") == NO_RESULTS
+    assert get(open_cache(shared, read_only=True), "new film") == NO_RESULTS
     put(cache, "new film", "Page 1: out now")
     put(cache, "old film", "Page 1: seen again")
     assert get(cache, "new film") == "Page 1: out now" and get(cache, "old film") == "Page 1: seen"
 
 
-def test_imported_answers_serve_every_backend_and_come_back_in_order(place, tmp_path):
+# ---- the command line, for either
+
+
+def test_imported_answers_serve_every_backend_and_come_back_in_order(place, tmp_path, capsys):
     entries = {f"search query: what is {i}?": f"Page 1: {i}\nPage 2: «{i}» …" for i in range(1200)}
     released, copy = tmp_path / "released.json", tmp_path / "copy.json"
     released.write_text(json.dumps(entries | {"nothing": NO_RESULTS}, indent=2, ensure_ascii=False))
     main(["import", place, str(released)])
+    main(["import", place, str(released)])
+    main(["stats", place])
+    first, again, *stats = capsys.readouterr().out.splitlines()
+    assert (first, again) == (f"1201 new entries from {released}", f"0 new entries from {released}")
+    assert stats[:3] == ["entries     1201", "  import    1201", "no results  1"]
     cache = open_cache(place, read_only=False)
     assert get(cache, 'search query: what is "5"?', backend="whatever") == "Page 1: 5\nPage 2: «5» …"
     put(cache, "search query: what is 5?", "my own", backend="local")
@@ -114,27 +106,16 @@ def test_imported_answers_serve_every_backend_and_come_back_in_order(place, tmp_
     assert copy.read_bytes() == released.read_bytes()
 
 
-def test_the_command_line_looks_after_either(place, tmp_path, capsys):
-    released = tmp_path / "released.json"
-    released.write_text(json.dumps({"otter": "wet", "fox": NO_RESULTS}))
-    main(["import", place, str(released)])
-    main(["import", place, str(released)])
-    assert capsys.readouterr().out.splitlines() == [f"2 new entries from {released}", f"0 new entries from {released}"]
-    main(["stats", place])
-    assert capsys.readouterr().out.splitlines()[:3] == ["entries     2", "  import    2", "no results  1"]
-    assert entries_of(open_cache(place, read_only=True)) == [("otter", "wet"), ("fox", NO_RESULTS)]
-
-
-def test_files_and_servers_can_be_merged_into_each_other(shared, tmp_path):
-    file, server = CacheFile(tmp_path / "node.sqlite"), open_cache(shared, read_only=False)
-    put(server, "both", "first")
+def test_places_of_either_kind_can_be_merged_into_each_other(place, tmp_path):
+    file, other = CacheFile(tmp_path / "node.sqlite"), open_cache(place, read_only=False)
+    put(other, "both", "first")
     put(file, "both", "second")
     put(file, "only the file", "x")
-    assert merge(server, tmp_path / "node.sqlite") == 1
-    assert (get(server, "both"), get(server, "only the file")) == ("first", "x")
-    put(server, "only the server", "y")
-    assert merge(file, shared) == 1
-    assert (get(file, "both"), get(file, "only the server")) == ("second", "y")
+    assert merge(other, tmp_path / "node.sqlite") == 1
+    assert (get(other, "both"), get(other, "only the file")) == ("first", "x")
+    put(other, "only the other", "y")
+    assert merge(file, place) == 1
+    assert (get(file, "both"), get(file, "only the other")) == ("second", "y")
 
 
 # ---- many writers, some killed
@@ -216,16 +197,10 @@ def test_an_address_alone_is_refused_in_one_line_without_what_stands_in_it():
     assert "s3cret" not in str(error.value)
 
 
-def test_a_missing_redis_package_is_one_line_that_names_the_extra():
-    script = (
-        "import sys; sys.modules['redis'] = None\n"
-        "from arpo.config.tools import SearchConfig\nfrom arpo.errors import UserError\n"
-        "from arpo.tools.search import SearchTool\n"
-        f"try: SearchTool(SearchConfig(backend='replay', cache={REDIS + '=redis://127.0.0.1:1/0'!r}))\n"
-        "except UserError as error: print(error)"
-    )
-    said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "tools.search.cache: " in said and "pip install -e '.[redis]'" in said and said.count("\n") == 1
+def test_a_missing_redis_package_is_one_line_that_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(UserError, match=r"^tools\.search\.cache: .*pip install -e '\.\[redis\]'$"):
+        SearchTool(SearchConfig(backend="replay", cache=f"{REDIS}=redis://127.0.0.1:1/0"))
 
 
 def test_a_password_belongs_into_the_environment(tmp_path, monkeypatch):
@@ -242,33 +217,24 @@ def test_a_password_belongs_into_the_environment(tmp_path, monkeypatch):
         assert get(cache, "otter") == "wet"
 
 
-def test_a_server_lost_in_mid_run_costs_a_recording_one_warning_and_ends_a_replay(tmp_path, caplog):
+def test_a_server_lost_in_mid_run_costs_one_warning_until_it_is_back_and_ends_a_replay(tmp_path, caplog):
     with redis_server(tmp_path) as server:
         recording, replay = (open_cache(server.cache, read_only=read_only) for read_only in (False, True))
         put(recording, "otter", "wet")
         server.process.kill()
         server.process.wait()
         put(recording, "fox", "red")
-        assert get(recording, "otter") is None and not recording.usable
+        assert get(recording, "otter") is None and get(recording, "otter") is None and not recording.usable
         assert [record.levelname for record in caplog.records] == ["WARNING"] and "goes on without" in caplog.text
         with pytest.raises(UserError, match="cannot read the cache"):
             get(replay, "otter")
-
-
-def test_a_server_that_was_away_is_used_again(tmp_path, caplog):
-    with redis_server(tmp_path) as server:
-        cache = open_cache(server.cache, read_only=False)
-        put(cache, "otter", "wet")
-        server.process.kill()
-        server.process.wait()
-        assert get(cache, "otter") is None and get(cache, "otter") is None and len(caplog.records) == 1
         again = subprocess.Popen(server.process.args, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + HANG_S
         try:
-            while get(cache, "fox") is None and time.monotonic() < deadline:
-                put(cache, "fox", "red")
+            while get(recording, "fox") is None and time.monotonic() < deadline:
+                put(recording, "fox", "red")
                 time.sleep(0.1)
-            assert get(cache, "fox") == "red"
+            assert get(recording, "fox") == "red"
         finally:
             again.kill()
             again.wait()
@@ -293,20 +259,16 @@ def test_each_time_that_it_is_still_away_it_is_left_alone_for_longer(tmp_path, m
 # ---- the rate limit
 
 
-def test_a_limit_lets_the_first_call_go_at_once_and_then_one_per_interval(server):
-    for limit in (LocalRateLimit(0.01), RedisRateLimit(server.url, "turns", 0.01)):
-        waits_s = [limit.take() for _ in range(4)]
-        assert waits_s == pytest.approx([0, 100, 200, 300], abs=30) and waits_s[0] == 0
-
-
-def test_processes_share_one_bucket(server):
+def test_processes_share_one_bucket_of_which_the_first_call_goes_at_once(server):
     def take(_: int) -> list[float]:
         limit = RedisRateLimit(server.url, "shared", 0.01)
         return [limit.take() for _ in range(5)]
 
     waits_s = sorted(wait_s for part in in_processes(take, 4) for wait_s in part)
     assert waits_s == pytest.approx([100 * i for i in range(20)], abs=60)
-    assert RedisRateLimit(server.url, "another", 0.01).take() == 0
+    for limit in (RedisRateLimit(server.url, "another", 0.01), LocalRateLimit(0.01)):
+        waits_s = [limit.take() for _ in range(4)]
+        assert waits_s == pytest.approx([0, 100, 200, 300], abs=30) and waits_s[0] == 0
 
 
 def test_acquire_waits_for_the_token(server):

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers.caches import damage_value, entries_of, filled, get, put
-from helpers.forked import in_processes
+from helpers.caches import damage_value, entries_of, filled, put
+from helpers.forked import fork, in_processes
 
 from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
@@ -19,39 +19,41 @@ from arpo.tools.cache.rows import NO_RESULTS
 from arpo.tools.cache.store import CacheFile
 from arpo.tools.search import SearchTool
 from extras.cache.__main__ import main
-from extras.cache.released import ReleasedCache, merge, read_released
+from extras.cache.released import ReleasedCache, imported_rows, read_released
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def released(tmp_path) -> Path:
-    """1,000 entries, as the released code writes them."""
+    """1,000 entries and a call that failed, as the released code writes them."""
     entries = {f"search query: what is {i}?": f"Page 1: {i}\nPage 2: Straße «{i}» …" for i in range(999)}
+    entries |= {"failed": "", "nothing": NO_RESULTS}
     file = tmp_path / "search_cache.json"
-    file.write_text(json.dumps(entries | {"nothing": NO_RESULTS}, indent=2, ensure_ascii=False))
+    file.write_text(json.dumps(entries, indent=2, ensure_ascii=False))
     return file
 
 
-def test_a_released_cache_is_imported_entire(released):
+def test_a_released_cache_is_imported_but_for_calls_that_failed_and_leaves_nothing_beside_it(released):
     entries = json.loads(released.read_text())
+    del entries["failed"]
     cache = ReleasedCache(released, read_only=True)
     assert {query: cache.get_any(query) for query in entries} == entries
     assert list(entries_of(cache)) == list(entries.items())
-
-
-def test_who_only_reads_a_released_cache_leaves_nothing_beside_it(released):
-    ReleasedCache(released, read_only=True).close()
+    cache.close()
     main(["stats", str(released)])
     assert [path.name for path in released.parent.iterdir()] == [released.name]
 
 
-def test_what_a_run_records_stands_beside_the_released_cache_and_is_read_from_there(released):
+def test_what_a_run_records_stands_beside_the_released_cache_and_stays_when_that_is_changed(released):
     cache = ReleasedCache(released, read_only=False)
     assert cache.path == released.with_name("search_cache.json.sqlite")
     put(cache, "recorded", "kept")
     cache.close()
     assert ReleasedCache(released, read_only=True).get_any("recorded") == "kept"
+    released.write_text(json.dumps({"nothing": "now something"}))
+    cache = ReleasedCache(released, read_only=False)
+    assert dict(entries_of(cache)) == {"recorded": "kept", "nothing": "now something"}
 
 
 def test_an_unchanged_released_cache_is_not_read_again(released):
@@ -60,15 +62,6 @@ def test_an_unchanged_released_cache_is_not_read_again(released):
     released.write_bytes(b"x" * stat.st_size)
     os.utime(released, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert ReleasedCache(released, read_only=True).get_any("nothing") == NO_RESULTS
-
-
-def test_a_changed_released_cache_replaces_what_it_gave_before_but_not_what_was_recorded(released):
-    cache = ReleasedCache(released, read_only=False)
-    put(cache, "recorded", "kept")
-    cache.close()
-    released.write_text(json.dumps({"nothing": "now something"}))
-    cache = ReleasedCache(released, read_only=False)
-    assert dict(entries_of(cache)) == {"recorded": "kept", "nothing": "now something"}
 
 
 def test_an_import_that_another_rank_finished_first_adds_nothing(released):
@@ -84,39 +77,28 @@ def test_ranks_that_start_together_import_once(released):
     assert in_processes(lambda _: sum(1 for _ in entries_of(ReleasedCache(released, read_only=True))), 6) == [1000] * 6
 
 
-DYING_IMPORT = """
-import os, signal, sys
-from arpo.tools.cache.store import CacheFile
-from extras.cache.__main__ import main
-
-log, connect = sys.argv[1] + "-wal", CacheFile.connection
-
-def die():
-    if os.path.exists(log) and os.path.getsize(log) > 500_000:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def watched(cache):
-    connection = connect(cache)
-    connection.set_progress_handler(die, 1000)
-    return connection
-
-CacheFile.connection = watched
-main(["import", *sys.argv[1:]])
-"""
-"""Kills itself in the middle: an import is over before another process would have looked."""
-
-
-def test_an_import_that_was_killed_begins_anew(tmp_path):
-    source = tmp_path / "big.json"
+def test_an_import_that_was_killed_begins_anew(tmp_path, monkeypatch):
+    source, target = tmp_path / "big.json", tmp_path / "cache.sqlite"
     source.write_text(json.dumps({f"query {i}": os.urandom(500).hex() for i in range(8000)}))
-    command = [sys.executable, "-c", DYING_IMPORT, str(tmp_path / "cache.sqlite"), str(source)]
-    assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+
+    def rows_then_killed(entries):
+        for number, row in enumerate(imported_rows(entries)):
+            if number == 7000:  # by then SQLite has written most of them
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield row
+
+    with monkeypatch.context() as patched:
+        patched.setattr("extras.cache.released.imported_rows", rows_then_killed)
+        importing = fork.Process(target=main, args=(["import", str(target), str(source)],))
+        importing.start()
+        importing.join()
+    assert importing.exitcode == -signal.SIGKILL
     assert (tmp_path / "cache.sqlite-wal").stat().st_size > 500_000
-    cache = CacheFile(tmp_path / "cache.sqlite")
+    cache = CacheFile(target)
     assert sum(1 for _ in entries_of(cache)) == 0
     cache.close()
-    main(["import", str(tmp_path / "cache.sqlite"), str(source)])
-    assert sum(1 for _ in entries_of(CacheFile(tmp_path / "cache.sqlite"))) == 8000
+    main(["import", str(target), str(source)])
+    assert sum(1 for _ in entries_of(CacheFile(target))) == 8000
 
 
 def test_a_released_cache_in_a_read_only_folder_is_imported_into_the_cache_folder(monkeypatch):
@@ -137,12 +119,6 @@ def test_a_released_cache_in_a_read_only_folder_is_imported_into_the_cache_folde
         source.parent.chmod(0o755)
 
 
-def test_failed_calls_in_a_released_cache_are_left_out(tmp_path):
-    source = tmp_path / "c.json"
-    source.write_text(json.dumps({"failed": "", "fine": "Page 1: x"}))
-    assert read_released(source) == {"fine": "Page 1: x"}
-
-
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
@@ -160,15 +136,6 @@ def test_a_malformed_released_cache_is_refused(tmp_path, content, complaint):
 
 
 # ---- the command line
-
-
-def test_the_caches_of_two_nodes_can_be_merged(tmp_path):
-    one, two = CacheFile(tmp_path / "one.sqlite"), CacheFile(tmp_path / "two.sqlite")
-    put(one, "both", "first")
-    put(two, "both", "second")
-    put(two, "only two", "x")
-    assert merge(one, tmp_path / "two.sqlite") == 1
-    assert (get(one, "both"), get(one, "only two")) == ("first", "x")
 
 
 def test_export_and_merge_leave_damaged_answers_out_and_say_how_many(tmp_path, caplog, capsys):
@@ -198,12 +165,9 @@ def test_a_mistake_on_the_command_line_is_one_line_and_code_2(tmp_path, argument
     assert done.stderr.startswith("error: ") and complaint in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_search_tool_replays_a_released_cache(released):
+def test_the_search_tool_replays_a_released_cache_but_not_by_its_bare_name(released):
     own = f"{ROOT}/extras/cache/released.py:ReleasedCache={released}"
     result = asyncio.run(SearchTool(SearchConfig(backend="replay", cache=own)).run(' "nothing" '))
     assert (result.text, result.ok, result.cached) == (NO_RESULTS, True, True)
-
-
-def test_a_released_cache_by_its_bare_name_is_refused_with_what_to_write(released):
     with pytest.raises(UserError, match=r"search_cache\.json: the released format is read by FILE\.py:NAME="):
         SearchTool(SearchConfig(backend="replay", cache=str(released)))

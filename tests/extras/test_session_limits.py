@@ -81,53 +81,40 @@ class Slow(Notes):
         return await super().open(context)
 
 
-def test_a_session_that_is_still_being_opened_when_all_ends_is_closed():
-    slow = Slow(jitter_s=1.0)
-    calls = Calls(slow)
+class World(EnvironmentTool):
+    """An environment that takes half a second to begin."""
+
+    tag = "search"
+    about = About("a world", "to move, write <search> 1 </search>", "")
+    begun = num_open = 0
+
+    def make(self, context):
+        return SimpleNamespace(reset=self.reset, step=lambda action: time.sleep(3600), close=self.close_world)
+
+    def reset(self, seed):
+        self.begun += 1
+        self.num_open += 1
+        time.sleep(0.5)
+        return "o", {}
+
+    def close_world(self):
+        self.num_open -= 1
+
+
+@pytest.mark.parametrize("tool", [Slow(jitter_s=1.0), World()], ids=["session", "environment"])
+def test_what_is_still_being_made_when_all_ends_is_closed(tool):
+    calls = Calls(tool)
     calls.start("search", "p", "0", 0)
-    assert wait_until(lambda: slow.begun == 1)
+    assert wait_until(lambda: tool.begun == 1)
     calls.sessions.end_all()
-    assert slow.num_open == 0 and slow.most_open == 1
-    calls.runner.close()
-
-
-def test_an_environment_that_is_still_being_reset_when_all_ends_is_closed():
-    ends = []
-
-    class Env:
-        def reset(self, seed):
-            ends.append("begun")
-            time.sleep(0.5)
-            return "o", {}
-
-        def close(self):
-            ends.append("closed")
-
-    class SlowEnvironment(EnvironmentTool):
-        tag = "search"
-        about = About("a world", "to move, write <search> 1 </search>", "")
-
-        def make(self, context):
-            return Env()
-
-    calls = Calls(SlowEnvironment())
-    calls.start("search", "p", "0", 0)
-    assert wait_until(lambda: ends == ["begun"])
-    calls.sessions.end_all()
-    assert ends == ["begun", "closed"]
+    assert tool.num_open == 0 and tool.begun == 1
     calls.runner.close()
 
 
 def test_an_environment_that_hangs_costs_its_trajectory_and_not_the_run():
-    class Stuck(EnvironmentTool):
-        tag = "search"
-        about = About("a world", "to move, write <search> 1 </search>", "")
-        deadline_s = 0.5
-
-        def make(self, context):
-            return SimpleNamespace(reset=lambda seed: ("o", {}), step=lambda action: time.sleep(3600))
-
-    calls = Calls(Stuck())
+    stuck = World()
+    stuck.deadline_s = 2.0  # a step takes for ever
+    calls = Calls(stuck)
     assert calls.call("search", "p", "0", 0).error_kind == "exception"
     calls.runner.close()
 

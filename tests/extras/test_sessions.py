@@ -6,21 +6,18 @@ import time
 
 import pytest
 from helpers.fakes import EchoTool, ScriptedEngine
-from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, play, prompt
+from helpers.scripted_rollout import ANSWER, CODEC, LONG, NO_BRANCHES, SHORT, TOKENIZER, play, prompt
 from helpers.stateful import Forgetful, ForkedNotes, Losing, Notes, shared_texts, sharing
 
 from arpo.log.step_line import console_text
 from arpo.metrics import rollout_metrics
-from arpo.options import BranchingConfig, RolloutConfig, is_retrospective
+from arpo.options import BranchingConfig, is_retrospective
 from arpo.retrospective import EXPANSIONS
 from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
 from arpo.trajectory import Group, StopReason, Trajectory
 from extras.tools.sessions import ToolSessions
 
-LONG = RolloutConfig(
-    group_size=8, max_response_tokens=9000, max_result_tokens=900, answer_reserve_tokens=60, max_tool_calls=6
-)
 ALWAYS = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2, entropy_tokens=4)
 
 
@@ -119,17 +116,13 @@ def test_the_history_tells_apart_calls_that_follow_other_calls():
 # ---- the life of a session
 
 
-def test_a_session_lasts_as_long_as_its_trajectory_and_is_its_own():
-    tool = Notes()
-    [group] = play(searches("a", "b", "c"), tools=[tool], cfg=LONG)
-    assert len(tool.contexts) == tool.most_open == 8 and tool.num_open == 0
-    assert told(group.trajectories[3])[-1] == ("c@3", "a@3 b@3 c@3")
-
-
-def test_no_session_is_opened_without_a_call():
+def test_a_session_begins_with_a_call_lasts_as_long_as_its_trajectory_and_is_its_own():
     tool = Notes()
     play(lambda *_: ANSWER, tools=[tool])
     assert tool.contexts == []
+    [group] = play(searches("a", "b", "c"), tools=[tool], cfg=LONG)
+    assert len(tool.contexts) == tool.most_open == 8 and tool.num_open == 0
+    assert told(group.trajectories[3])[-1] == ("c@3", "a@3 b@3 c@3")
 
 
 @pytest.mark.parametrize("end", ["length", "tool_limit", "error"])
@@ -164,15 +157,11 @@ def test_an_exception_in_the_rollout_closes_what_is_open_and_gives_up_what_runs(
     def tool_had(request_id: str, turn: int) -> bool:
         return request_id.endswith(f"|{turn}")
 
-    tool = Hanging()
-    runner = ToolRunner({"search": tool})
-    started = time.monotonic()
+    tool, started = Hanging(), time.monotonic()
+    runner, engine = ToolRunner({"search": tool}), Interrupted(TOKENIZER, searches("a", "hang"))
     try:
         with pytest.raises(error):
-            rollout(
-                [prompt()], Interrupted(TOKENIZER, searches("a", "hang")), runner, CODEC, SHORT,
-                BranchingConfig(selector="none", num_initial_rollouts=4), seed=0,
-            )  # fmt: skip
+            rollout([prompt()], engine, runner, CODEC, SHORT, NO_BRANCHES, seed=0)
         assert tool.most_open == 4 and tool.num_open == 0  # though the runner lives on
     finally:
         runner.close()
@@ -187,18 +176,6 @@ def test_more_trajectories_than_sessions_wait_for_one(kind, limit):
     groups = play(searches("a", "b", "c"), tools=[tool], cfg=LONG, branching=ALWAYS, prompts=prompts)
     assert check_states(groups) == 3 * 6
     assert tool.most_open == limit and tool.num_open == 0
-
-
-def test_trajectories_that_need_two_limited_tools_do_not_wait_for_each_other_for_ever():
-    first, second = Notes("search", max_sessions=1), Notes("python", max_sessions=1)
-
-    def script(_prompt, path, turn):
-        tags = ("search", "python") if int(path[0]) % 2 else ("python", "search")
-        return f"<{tags[turn]}>{turn}</{tags[turn]}>" if turn < 2 else ANSWER
-
-    [group] = play(script, tools=[first, second])
-    assert all(t.stop_reason == StopReason.EOS for t in group.trajectories)
-    assert first.num_open == second.num_open == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -262,7 +239,7 @@ def test_in_random_trees_every_branch_finds_the_state_that_it_would_have_made_al
         replayed = sum(c.replayed for c in own)
         assert len(tools[0].ran) == len(own) + replayed
         if kind is ForkedNotes and not is_retrospective(branching.selector) and not tools[0].max_sessions:
-            assert replayed == 0
+            assert replayed == 0 and "tools/replayed" not in rollout_metrics(groups).values()
     assert num_branches >= 3, branching
 
 
@@ -292,15 +269,6 @@ def test_the_order_in_which_tools_answer_changes_neither_trees_nor_states():
     assert one(0.0) == one(0.004) == one(0.004)
 
 
-def test_an_exact_fork_runs_no_call_twice_though_the_parent_has_gone_on():
-    tool = ForkedNotes()
-    [group] = play(searches("a", "b", "c"), tools=[tool], cfg=LONG, branching=ALWAYS)
-    assert check_states([group]) == 6 and tool.num_forks >= 6
-    assert len(tool.ran) == len(set(tool.ran)) == sum(len(t.own_tool_calls) for t in group.trajectories)
-    assert all(c.replayed == 0 for t in group.trajectories for c in t.tool_calls)
-    assert "tools/replayed" not in rollout_metrics([group]).values()
-
-
 def test_no_copies_are_made_where_nothing_branches_or_the_fork_comes_after_the_end():
     for branching in (BranchingConfig(selector="none"), BranchingConfig(selector="tree_grpo", num_initial_rollouts=4)):
         tool = ForkedNotes()
@@ -308,39 +276,31 @@ def test_no_copies_are_made_where_nothing_branches_or_the_fork_comes_after_the_e
         assert tool.num_forks == 0
 
 
-@pytest.mark.parametrize("tool", [Notes(), ForkedNotes(refuses=True)], ids=["no fork", "cannot fork"])
-def test_replays_are_counted_and_shown(tool):
-    [group] = play(searches("a", "b"), tools=[tool], cfg=LONG, branching=ALWAYS)
+class Random(Notes):
+    async def run(self, argument, context, session):
+        result = await super().run(argument, context, session)
+        return ToolResult(f"{result.text} {len(self.ran)}", ok=True)
+
+
+@pytest.mark.parametrize(
+    "tool", [Notes(), ForkedNotes(refuses=True), Random()], ids=["no fork", "cannot fork", "other"]
+)
+def test_replays_are_counted_shown_and_paid_and_marked_where_they_answer_otherwise(tool):
+    [group] = play(searches("a", "b"), tools=[tool], cfg=LONG, branching=ALWAYS, prices={"search": 1.0})
     children = [t for t in group.trajectories if t.parent_id and t.own_tool_calls]
     assert children and all(t.own_tool_calls[0].replayed >= 1 for t in children)
-    assert not any(call.replay_mismatches for t in group.trajectories for call in t.tool_calls)
+    calls = [c for t in group.trajectories for c in t.own_tool_calls]
+    assert sum(c.cost for c in calls) == len(calls) + sum(c.replayed for c in calls) > len(calls)
     for t in group.trajectories:
         t.reward = 1.0
     values = rollout_metrics([group]).values()
+    shown = console_text(values | {"time/step": 1.0, "time/rollout": 1.0, "time/update": 1.0})
     assert values["tools/replayed"] == sum(t.own_tool_calls[0].replayed for t in children)
-    assert values["tools/replay_mismatch"] == 0
-    times = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 1.0}
-    assert f"replayed {values['tools/replayed']:.0f}  " in console_text(values | times)
-
-
-def test_a_replay_that_answers_otherwise_is_counted_and_marked_on_the_trajectory():
-    class Random(Notes):
-        async def run(self, argument, context, session):
-            result = await super().run(argument, context, session)
-            return ToolResult(f"{result.text} {len(self.ran)}", ok=True)
-
-    [group] = play(searches("a", "b"), tools=[Random()], cfg=LONG, branching=ALWAYS)
+    assert f"replayed {values['tools/replayed']:.0f}" in shown
     marked = [t for t in group.trajectories if any(call.replay_mismatches for call in t.tool_calls)]
-    assert marked and all(t.parent_id for t in marked)
-    assert rollout_metrics([group]).values()["tools/replay_mismatch"] > 0
-    times = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 1.0}
-    assert "otherwise)" in console_text(rollout_metrics([group]).values() | times)
-
-
-def test_replayed_calls_cost_what_they_cost():
-    [group] = play(searches("a", "b"), tools=[Notes()], cfg=LONG, branching=ALWAYS, prices={"search": 1.0})
-    calls = [c for t in group.trajectories for c in t.own_tool_calls]
-    assert sum(c.cost for c in calls) == len(calls) + sum(c.replayed for c in calls) > len(calls)
+    is_other = isinstance(tool, Random)
+    assert bool(marked) == (values["tools/replay_mismatch"] > 0) == ("otherwise)" in shown) == is_other
+    assert all(t.parent_id for t in marked)
 
 
 def test_a_session_of_which_there_can_be_no_second_one_keeps_its_trajectory_from_branching():

@@ -9,20 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from arpo.config.named import find
-from arpo.errors import UserError
-from arpo.log.trackers import TRACKERS
 from extras.tracked_ids import IDS
 
 TRACKER = f"{Path(__file__).resolve().parents[2] / 'extras' / 'trackio_tracker.py'}:Trackio"
-
-
-def test_without_its_package_no_run_starts(monkeypatch):
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(
-        UserError, match=r"^run\.trackers=.*trackio_tracker\.py:Trackio: cannot be imported \(.*trackio"
-    ):
-        find("run.trackers", TRACKER, TRACKERS)
 
 
 @pytest.mark.slow

@@ -116,16 +116,14 @@ def test_a_function_is_told_by_what_it_looks_at_or_its_types(own, dump):
 
 
 def test_the_command_is_one_line_where_something_is_wrong(own, dump, tmp_path):
-    (tmp_path / "empty.jsonl").write_text("")
     name = own("def f(evidence, cfg): return 3 * (evidence.turn > 0)")
-    for file, words in (
-        (dump, "P(branch) is 3"),
-        ("empty.jsonl", "the dump is empty"),
-        ("no.jsonl", "cannot read the"),
-    ):
-        command = [sys.executable, "-m", "extras.try", name, str(file)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)}
-        )
-        assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
-        assert done.stderr.startswith("error: ") and words in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "extras.try", name, str(dump)],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: ") and "P(branch) is 3" in done.stderr
+    (tmp_path / "empty.jsonl").write_text("")
+    for file, words in (("empty.jsonl", "the dump is empty"), ("no.jsonl", "cannot read the")):
+        with pytest.raises(UserError, match=words):
+            report(name, tmp_path / file)

@@ -20,64 +20,62 @@ from arpo.log import read_metrics
 from arpo.log.trackers import TRACKERS
 from extras.tracked_ids import IDS
 
-TRACKER = f"{Path(__file__).resolve().parents[2] / 'extras' / 'wandb_tracker.py'}:Wandb"
+EXTRAS = Path(__file__).resolve().parents[2] / "extras"
+TRACKER = f"{EXTRAS / 'wandb_tracker.py'}:Wandb"
 
 
-@pytest.mark.parametrize("found", [None, ModuleType("wandb")])
-def test_without_its_package_no_run_starts(monkeypatch, found):
-    """A folder of its name, like the one that it makes in a run's, is an empty module, and not the package."""
-    monkeypatch.setitem(sys.modules, "wandb", found)
-    with pytest.raises(UserError, match=r"^run\.trackers=.*wandb_tracker\.py:Wandb: cannot be imported \(.*wandb"):
-        find("run.trackers", TRACKER, TRACKERS)
+@pytest.mark.parametrize(
+    "package, tracker, found",
+    [
+        ("wandb", "wandb_tracker.py:Wandb", None),
+        # A folder of its name, like the one that it makes in a run's, is an empty module, and not the package.
+        ("wandb", "wandb_tracker.py:Wandb", ModuleType("wandb")),
+        ("trackio", "trackio_tracker.py:Trackio", None),
+    ],
+)
+def test_without_its_package_no_run_starts(monkeypatch, package, tracker, found):
+    monkeypatch.setitem(sys.modules, package, found)
+    with pytest.raises(UserError, match=rf"^run\.trackers=.*{tracker}: cannot be imported \(.*{package}"):
+        find("run.trackers", f"{EXTRAS}/{tracker}", TRACKERS)
 
 
 @pytest.mark.slow
-def test_wandb_offline_has_the_numbers_and_one_run_goes_on(tmp_path, monkeypatch, capsys):
+def test_wandb_offline_has_the_numbers_and_texts_as_they_are_written_and_one_run_goes_on(tmp_path, monkeypatch, capsys):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     folder = tmp_path / "mine"
     folder.mkdir()
     logged_twice(folder, TRACKER)
-    rows = history(folder, 4)
-    assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.25), (2, 0.5), (3, 0.75), (3, 0.875)]
-    assert rows[0]["histogram/reward/_type"] == "histogram"
-    [one, other] = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
-    assert one.name == other.name == f"run-{json.loads((folder / IDS).read_text())['wandb']}.wandb"
-    out = capsys.readouterr().out
-    assert "warning" not in out and f"wandb sync {one.parent}" in out
-
-
-@pytest.mark.slow
-def test_wandb_shows_texts_as_they_are_written_and_not_as_a_page(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    log = log_of(tmp_path, TRACKER)
-    log.scalars(1, {"reward/mean": 0.25})
+    log = log_of(tmp_path / "other", TRACKER)
     log.trackers.text(1, "step/0", "<script>1 < 2</script>")
     log.finish()
-    rows = history(tmp_path, 2)
-    assert rows[1]["step"] == 1 and rows[1]["step/0/_type"] == "html-file"
-    [file] = tmp_path.glob("wandb/offline-run-*/files/media/html/step/*.html")
-    assert "&lt;script&gt;1 &lt; 2&lt;/script&gt;" in file.read_text() and "<script" not in file.read_text()
-    assert "warning" not in capsys.readouterr().out
+    rows, [of_text] = history(folder, 4), history(tmp_path / "other", 1)
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.25), (2, 0.5), (3, 0.75), (3, 0.875)]
+    assert rows[0]["histogram/reward/_type"] == "histogram"
+    assert of_text["step"] == 1 and of_text["step/0/_type"] == "html-file"
+    [page] = (tmp_path / "other").glob("wandb/offline-run-*/files/media/html/step/*.html")
+    assert "&lt;script&gt;1 &lt; 2&lt;/script&gt;" in page.read_text() and "<script" not in page.read_text()
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+    assert [file.name for file in files] == [f"run-{json.loads((folder / IDS).read_text())['wandb']}.wandb"] * 2
+    out = capsys.readouterr().out
+    assert "warning" not in out and f"wandb sync {files[0].parent}" in out
 
 
 @pytest.mark.slow
 def test_wandb_without_a_key_is_a_warning_and_no_question(tmp_path):
     pytest.importorskip("wandb")
     code = (
-        "import sys; from pathlib import Path; from tests_config import Config; from arpo.log import RunLog\n"
-        "log = RunLog(Path(sys.argv[1]), Config(), is_main=True, trackers=[sys.argv[2]])\n"
+        "import sys; from pathlib import Path; from helpers.tracked import log_of\n"
+        "log = log_of(Path(sys.argv[1]), sys.argv[2])\n"
         "log.scalars(1, {'reward/mean': 1.0}); log.finish(); print('finished')\n"
     )
-    (tmp_path / "tests_config.py").write_text(
-        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Config:\n    lr: float = 1.0\n"
-    )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
-    path = os.pathsep.join([*sys.path, str(tmp_path)])
-    environment |= {"HOME": str(tmp_path), "PYTHONPATH": path, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    environment |= {
+        "HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+    }
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "run"), TRACKER], env=environment, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=600,

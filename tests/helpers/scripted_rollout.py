@@ -13,6 +13,9 @@ CODEC = TagsCodec(TOKENIZER)
 CALL = "<think>t</think><search>q</search>"
 ANSWER = "<think>t</think><answer>\\boxed{1}</answer>"
 SHORT = RolloutConfig(group_size=4, max_response_tokens=600, max_result_tokens=200, answer_reserve_tokens=60)
+LONG = RolloutConfig(
+    group_size=8, max_response_tokens=9000, max_result_tokens=900, answer_reserve_tokens=60, max_tool_calls=6
+)
 NO_BRANCHES = BranchingConfig(selector="none", num_initial_rollouts=4)
 
 

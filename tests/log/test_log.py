@@ -49,30 +49,28 @@ def test_a_resumed_run_forgets_what_was_logged_after_its_checkpoint(tmp_path):
     assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path):
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_and_says_where_to_look(tmp_path, capsys):
     """Also what it did before step 1, or its validation would be there twice."""
     for accuracy in (0.25, 0.5):
         log = RunLog(tmp_path, Config(), is_main=True)
         log.scalars(0, {"valid/accuracy": accuracy})
-        log.close()
+        log.finish()
+        assert capsys.readouterr().out == f"tensorboard --logdir {tmp_path}/tb\n"
+    assert (tmp_path / "config.yaml").read_text() == "name: x\n"
     assert read_metrics(tmp_path) == [{"step": 0, "valid/accuracy": 0.5}]
     board = EventAccumulator(str(tmp_path / "tb"), size_guidance={"scalars": 0}).Reload()
     assert [(event.step, event.value) for event in board.Scalars("valid/accuracy")] == [(0, 0.5)]
 
 
-def test_config_and_hyperparameters_are_written(tmp_path):
-    RunLog(tmp_path, Config(), is_main=True).close()
-    assert (tmp_path / "config.yaml").read_text() == "name: x\n"
-    assert list((tmp_path / "tb").iterdir())
-
-
-def test_other_ranks_write_nothing(tmp_path):
+def test_other_ranks_write_and_show_nothing(tmp_path, capsys):
+    steps(tmp_path / "run", 10, validates=(5,), is_main=False)
     log = RunLog(tmp_path / "run", Config(), is_main=False)
     log.scalars(1, {"x": 1.0})
     log.line("nothing")
     log.trajectories(1, [])
     log.finish()
     assert not (tmp_path / "run").exists()
+    assert capsys.readouterr() == ("", "")
 
 
 SAYS = """
@@ -132,11 +130,6 @@ def test_a_resumed_run_shows_its_first_step_and_slow_steps_are_shown_every_minut
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [f"{n}/1000" for n in (1, 3, 5, 7)]
 
 
-def test_other_ranks_show_no_progress(tmp_path, capsys):
-    steps(tmp_path, 10, validates=(5,), is_main=False)
-    assert capsys.readouterr() == ("", "")
-
-
 def test_a_terminal_gets_one_updating_line_and_a_line_per_validation(tmp_path):
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
@@ -162,13 +155,6 @@ def test_a_terminal_gets_one_updating_line_and_a_line_per_validation(tmp_path):
     assert text.count(" left") == 1 and "step 50/100  loss 0.50" in text
     last_look = text.rsplit("\r", 2)[1]  # of the bar: what comes after it is the end of its line
     assert "100/100" in last_look and "loss 1.00" in last_look, text
-
-
-def test_a_finished_run_says_where_to_look(tmp_path, capsys):
-    log = RunLog(tmp_path, Config(), is_main=True)
-    log.scalars(1, {"reward/mean": 0.1})
-    log.finish()
-    assert capsys.readouterr().out == f"tensorboard --logdir {tmp_path}/tb\n"
 
 
 def test_tensorboard_gets_the_reward_first_and_the_histograms(tmp_path):
@@ -242,11 +228,15 @@ def test_a_ranks_memory_is_what_the_system_says_of_its_process():
     assert after["memory/host_gib"] - before["memory/host_gib"] == pytest.approx(len(held) / 2**30, abs=0.05)
 
 
-def test_rollout_metrics_count_inherited_calls_apart_from_executed_ones():
+def test_rollout_metrics_count_inherited_calls_apart_decisions_and_entropy_before_and_after_tools():
     values = rollout_metrics([group()]).values()
     assert values["tools/all/calls"] == values["tools/search/calls"] == 1 and values["tools/inherited"] == 1
     assert values["tools/calls_per_trajectory"] == 1.0
     assert values["tokens/sampled"] == 3 + 1
+    assert values["entropy/root"] == 0.2 and values["entropy/after_tool"] == 0.45
+    assert values["branching/branched"] == 1 and values["branching/branches_per_prompt"] == 1
+    assert values["group/mixed_share"] == 1.0
+    assert values["reward_reason/ok"] == values["reward_reason/missing_answer"] == 1
 
 
 def test_what_failed_through_us_is_in_no_reward_metric():
@@ -262,14 +252,6 @@ def test_what_failed_through_us_is_in_no_reward_metric():
     assert [name for name in values if name.startswith("reward_reason/")] == ["reward_reason/ok"]
     assert values["response/stop_error"] == 0.75
     assert "reward/mean" not in rollout_metrics([Group(prompt, broken)]).values()
-
-
-def test_rollout_metrics_tell_entropy_before_from_after_tools_and_count_decisions():
-    values = rollout_metrics([group()]).values()
-    assert values["entropy/root"] == 0.2 and values["entropy/after_tool"] == 0.45
-    assert values["branching/branched"] == 1 and values["branching/branches_per_prompt"] == 1
-    assert values["group/mixed_share"] == 1.0
-    assert values["reward_reason/ok"] == values["reward_reason/missing_answer"] == 1
 
 
 def test_metrics_merge_by_their_declared_reduction():
@@ -292,17 +274,7 @@ def test_a_maximum_with_nan_is_nan_in_any_order(values):
     assert math.isnan(metrics["x"])
 
 
-def test_trajectory_dump_holds_everything(tmp_path):
-    log = RunLog(tmp_path, Config(), is_main=True)
-    log.trajectories(7, [group()])
-    log.close()
-    rows = read_jsonl(tmp_path / "trajectories" / "step_000007.jsonl.gz")
-    assert [r["trajectory_id"] for r in rows] == ["0", "0.0"] and rows[1]["parent_id"] == "0"
-    assert rows[0]["turns"][1]["decision"]["outcome"] == "branched" and rows[0]["question"] == "q"
-    assert rows[0]["messages"] == group().prompt.messages and rows[0]["data_source"] == group().prompt.data_source
-
-
-def test_only_the_newest_dumps_of_each_kind_stay_and_none_is_half_written(tmp_path):
+def test_a_dump_holds_everything_and_only_the_newest_of_each_kind_stay_whole(tmp_path):
     log = RunLog(tmp_path, Config(), is_main=True, keep_dumps=2)
     for step in (1, 2, 3):
         log.trajectories(step, [group()])
@@ -310,6 +282,10 @@ def test_only_the_newest_dumps_of_each_kind_stay_and_none_is_half_written(tmp_pa
     log.close()
     names = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
     assert names == ["step_000002.jsonl.gz", "step_000003.jsonl.gz", "valid_000003.jsonl.gz"]
+    rows = read_jsonl(tmp_path / "trajectories" / "step_000003.jsonl.gz")
+    assert [r["trajectory_id"] for r in rows] == ["0", "0.0"] and rows[1]["parent_id"] == "0"
+    assert rows[0]["turns"][1]["decision"]["outcome"] == "branched" and rows[0]["question"] == "q"
+    assert rows[0]["messages"] == group().prompt.messages and rows[0]["data_source"] == group().prompt.data_source
 
 
 def test_a_dump_that_cannot_be_written_is_said_with_the_next_one_and_counted(tmp_path, capsys):

@@ -23,24 +23,13 @@ def poisoned_update(ranks, model: str, run: str) -> str:
     cfg = ModelConfig(model, compute_dtype="float32", recompute_every_n_layers=0)
     policy = load_policy(cfg, ranks.mesh, device=torch.device("cpu"))
     case = "ppo, token_mean"
-    minibatch, _ = filled(ranks, policy, None, case, 64, 1)
+    micros = filled(ranks, policy, None, case, 64, 1)[0].micros
     if ranks.rank == 1:
-        minibatch.micros[0].advantages[0, 0] = math.nan
+        micros[0].advantages[0, 0] = math.nan
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    with (
-        pytest.raises(UserError) as raised,
-        reported_if_not_finite("step 3, mini-batch 2", minibatch.micros, Path(run), ranks),
-    ):
-        update_policy(
-            policy,
-            optimizer,
-            minibatch.micros,
-            CASES[case][1],
-            temperature=0.9,
-            max_grad_norm=1.0,
-            ranks=ranks,
-            is_first=False,
-        )
+    how = {"temperature": 0.9, "max_grad_norm": 1.0, "ranks": ranks, "is_first": False}
+    with pytest.raises(UserError) as raised, reported_if_not_finite("step 3, mini-batch 2", micros, Path(run), ranks):
+        update_policy(policy, optimizer, micros, CASES[case][1], **how)
     return str(raised.value)
 
 

@@ -14,6 +14,8 @@ from arpo.options import BranchingConfig
 from arpo.rewards import load_custom, score_groups
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
+TIMES = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 1.0}
+
 
 def scored(tmp_path, returned: str) -> Group:
     """A branch and its parent, scored by a function that returns this."""
@@ -37,8 +39,7 @@ def test_a_reward_that_does_not_say_what_is_right_is_not_called_accuracy(tmp_pat
     scores = {f"valid/{name}": value for name, value in summarize([group]).items()}
     assert values["reward/positive_share"] == 1.0 and scores["valid/reward"] == pytest.approx(0.2)
     assert not [n for n in values | scores if re.search("accuracy|solved|correct|pass@", n)]
-    times = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 1.0}
-    line = console_text(values | scores | times)
+    line = console_text(values | scores | TIMES)
     assert "reward>0 1.00" in line and "valid reward +0.200" in line and "solved" not in line
 
 
@@ -50,19 +51,12 @@ def test_a_reward_that_says_what_is_right_is_believed(tmp_path, accuracy):
     assert values["response/solved"] == 3 * accuracy and "reward/positive_share" not in values
 
 
-def test_a_step_of_dead_groups_says_why_it_updates_nothing(tmp_path):
-    group = scored(tmp_path, "{'score': -1, 'reason': 'missing_answer'}")
-    times = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 0.0}
-    line = console_text(rollout_metrics([group]).values() | times)
-    assert (
-        "no policy update: all groups alike (missing_answer 100%), docs/troubleshooting.md#all-groups-are-dead" in line
-    )
-
-
-def test_a_step_that_was_thrown_away_does_not_blame_the_questions(tmp_path):
-    group = scored(tmp_path, "{'score': -1, 'reason': 'missing_answer'}")
-    values = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 0.0, "group/not_trained_on": 1.0}
-    line = console_text(rollout_metrics([group]).values() | values)
+def test_a_step_of_dead_groups_says_why_it_updates_nothing_unless_it_was_thrown_away(tmp_path):
+    values = rollout_metrics([scored(tmp_path, "{'score': -1, 'reason': 'missing_answer'}")]).values()
+    values |= TIMES | {"time/update": 0.0}
+    reason = "all groups alike (missing_answer 100%), docs/troubleshooting.md#all-groups-are-dead"
+    assert f"no policy update: {reason}" in console_text(values)
+    line = console_text(values | {"group/not_trained_on": 1.0})
     assert "not trained on, for the reason in the warning above" in line and "groups alike" not in line
 
 
@@ -96,7 +90,6 @@ def test_a_validation_without_any_reward_has_none_and_is_not_the_best(tmp_path):
     t = Trajectory("p", "0", [1], [1], [0.0], reward_reason="judge_failed")
     found = summarize([Group(Prompt("p", [], ["a"]), [t])])
     assert found["unscored"] == 1 and not {"reward", "accuracy"} & found.keys()
-    times = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 1.0}
     values = {f"valid/{name}": value for name, value in found.items()}
-    line = console_text(rollout_metrics([scored(tmp_path, "0.2")]).values() | values | times)
+    line = console_text(rollout_metrics([scored(tmp_path, "0.2")]).values() | values | TIMES)
     assert "(1 without a reward)" in line and "valid" not in line.partition("(1")[0]

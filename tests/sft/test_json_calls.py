@@ -35,31 +35,29 @@ def text_of(*calls: dict) -> str:
     return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
 
 
-def openai_call(call: dict, number: int, *, as_text: bool) -> dict:
-    arguments = json.dumps(call["arguments"]) if as_text else call["arguments"]
-    return {"id": str(number), "type": "function", "function": {"name": call["name"], "arguments": arguments}}
+def openai_row(numbers: str, *, as_text: bool = True) -> dict:
+    """Both calls as OpenAI's client writes them, and their results by the numbers of the calls."""
+    calls, texts = [], {"0": "2", "1": "found"}
+    for number, call in enumerate((CODE, QUERY)):
+        arguments = json.dumps(call["arguments"]) if as_text else call["arguments"]
+        calls.append({"id": str(number), "type": "function", "function": call | {"arguments": arguments}})
+    results = [{"role": "tool", "tool_call_id": number, "content": texts[number]} for number in numbers]
+    called = {"role": "assistant", "content": "I look.", "tool_calls": calls}
+    return {"messages": [*dialogue("u:q"), called, *results, *dialogue("a:\\boxed{2}")]}
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_openais_messages_keep_their_calls(as_text):
-    calls = [openai_call(call, i, as_text=as_text) for i, call in enumerate((CODE, QUERY))]
-    results = [{"role": "tool", "tool_call_id": str(i), "content": text} for i, text in enumerate(("2", "found"))]
-    called = {"role": "assistant", "content": "I look.", "tool_calls": calls}
-    row = {"messages": [*dialogue("u:q"), called, *results, *dialogue("a:\\boxed{2}")]}
+@pytest.mark.parametrize("numbers", ["01", "10"])
+def test_openais_messages_keep_their_calls_and_results_come_in_the_order_of_the_calls(numbers, as_text):
+    row = openai_row(numbers, as_text=as_text)
     assert parse_conversation(row) == Conversation(MESSAGES, None)
     row["messages"][1]["content"] = None
     assert parse_conversation(row).messages[1]["content"] == ""
 
 
-def test_results_that_name_their_calls_come_in_the_order_of_the_calls():
-    calls = [openai_call(call, i, as_text=True) for i, call in enumerate((CODE, QUERY))]
-    results = [{"role": "tool", "tool_call_id": i, "content": text} for i, text in (("1", "found"), ("0", "2"))]
-    called = {"role": "assistant", "content": "I look.", "tool_calls": calls}
-    turns = [*dialogue("u:q"), called, *results, *dialogue("a:\\boxed{2}")]
-    assert parse_conversation({"messages": turns}).messages == MESSAGES
-    results[0]["tool_call_id"] = "0"  # twice the same
+def test_two_results_of_one_call_are_refused():
     with pytest.raises(BadRow, match="each call has one result"):
-        parse_conversation({"messages": turns})
+        parse_conversation(openai_row("00"))
 
 
 def test_calls_in_the_text_stay_and_wrapped_results_come_apart():

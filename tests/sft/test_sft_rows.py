@@ -128,29 +128,25 @@ def change_manifest(folder: Path, **values: object) -> None:
 
 
 @pytest.mark.slow
-def test_every_rank_names_the_first_bad_conversation_of_the_file(tmp_path):
-    bad = conversations(40)
-    bad[31] = {"messages": []}
-    bad[38] = {"messages": []}
-    path = write_jsonl(tmp_path / "sft.jsonl", bad)
-    messages = run_ranks(2, _error, path, tmp_path / "train")
-    assert messages[0] == messages[1] and messages[0].startswith(f"{path}:32: needs a list")
+@pytest.mark.parametrize(
+    ("at", "bad", "message"),
+    [
+        ((31, 38), {"messages": []}, "needs a list"),
+        ((31,), {"system": "s", **conversations(1)[0]}, "no system, please"),  # the template says so
+    ],
+    ids=["no row", "refused by the template"],
+)
+def test_every_rank_names_the_first_bad_conversation_of_the_file(tmp_path, at, bad, message):
+    rows = conversations(40)
+    for index in at:
+        rows[index] = bad
+    path = write_jsonl(tmp_path / "sft.jsonl", rows)
+    said = run_ranks(2, _error, path, tmp_path / "train")
+    assert said[0] == said[1] and said[0].startswith(f"{path}:32: {message}")
     assert not (tmp_path / "train").exists() and not (tmp_path / "train.building").exists()
 
 
 def _error(ranks, path, folder) -> str:
-    with pytest.raises(UserError) as caught:
-        tokenise(path, CFG, TagsCodec(build_tiny_tokenizer()), folder=folder, ranks=ranks)
-    return str(caught.value)
-
-
-def test_a_conversation_that_the_template_refuses_is_named_by_its_line(tmp_path):
-    path = write_jsonl(tmp_path / "sft.jsonl", [*conversations(2), {"system": "s", **conversations(1)[0]}])
-    [message] = run_ranks(1, _refused, path, tmp_path / "train")
-    assert message == f"{path}:3: no system, please"
-
-
-def _refused(ranks, path, folder) -> str:
     tokenizer = build_tiny_tokenizer()
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system, please') }}{% endif %}"
     tokenizer.chat_template = refusal + tokenizer.chat_template
