@@ -3,6 +3,8 @@
 import gzip
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers.files import write_parquet
 
@@ -54,6 +56,8 @@ def parsed(row: dict):
         ({"prompt": [{**ASKED[0], "step_loss_mask": 1}], "label": "34"}, "Who wrote it?", ["34"]),
         ({"prompt": ASKED, "label": ["34", "thirty-four"]}, "Who wrote it?", ["34", "thirty-four"]),
         ({"prompt": ASKED, "answer": "1", "label": "easy"}, "Who wrote it?", ["1"]),
+        ({"question": "Q", "answer": "16 - 3 = <<16-3=13>>13.\n#### 1,300"}, "Q", ["1,300"]),  # GSM8K
+        ({"query_id": "769", "query": "Q", "answer": "Ada", "gold_docs": [{"text": "t"}]}, "Q", ["Ada"]),  # BrowseComp+
         ({"prompt": "[1, 2] is what?", "answer": "1"}, "[1, 2] is what?", ["1"]),
         ({"prompt": '[{"a": 1}]', "answer": "1"}, '[{"a": 1}]', ["1"]),
     ],
@@ -108,9 +112,6 @@ TALK = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [{"type": "fu
 @pytest.mark.parametrize("whole", [True, False])
 def test_json_columns_of_datasets_are_what_was_written(tmp_path, whole):
     """trl#5307: datasets >= 4.8 keeps a column, or each item of a list, as Arrow's type JSON."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     kind = pa.json_() if whole else pa.list_(pa.json_())
     cells = json.dumps(TALK) if whole else [json.dumps(message) for message in TALK]
     storage = pa.string() if whole else pa.list_(pa.string())
@@ -125,9 +126,6 @@ def test_json_columns_of_datasets_are_what_was_written(tmp_path, whole):
 
 
 def test_a_json_column_that_holds_no_json_is_one_line(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     column = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{"]))
     pq.write_table(pa.table({"messages": column}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet: row 0: a value that should be JSON is not"):

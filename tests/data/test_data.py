@@ -58,11 +58,6 @@ def test_simple_schema_takes_text_or_messages_and_one_answer_or_many(tmp_path):
     assert two.meta == {"ability": "math"} and two.data_source == "q"
 
 
-def test_gsm8k_solution_stands_for_its_last_number(tmp_path):
-    path = write_jsonl(tmp_path / "g.jsonl", [{"question": "?", "answer": "16 - 3 = <<16-3=13>>13.\n#### 1,300"}])
-    assert load_prompts(path)[0].answers == ["1,300"]
-
-
 def test_leftover_fields_stay_as_plain_json_types(tmp_path):
     path = write_jsonl(
         tmp_path / "test.jsonl", [{"Question": "?", "answer": "4", "Level": 2, "extra": {"a": [1, None]}}]
@@ -72,25 +67,20 @@ def test_leftover_fields_stay_as_plain_json_types(tmp_path):
     assert prompt.data_source == tmp_path.name, "test.jsonl is named by its folder"
 
 
-@pytest.mark.parametrize(
-    "name, text", [("q.jsonl", '{"prompt": "a", "answer": 1}\n'), ("q.json", '[{"prompt": "a", "answer": 1}]')]
-)
-def test_a_mark_of_the_byte_order_is_no_part_of_the_text(tmp_path, name, text):
-    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+@pytest.mark.parametrize("name", ["q.jsonl", "q.json"])
+def test_a_mark_of_the_byte_order_is_no_part_of_the_text(tmp_path, name):
+    row = '{"prompt": "a", "answer": 1}'
+    (tmp_path / name).write_text(f"[{row}]" if name == "q.json" else f"{row}\n", encoding="utf-8-sig")
     assert load_prompts(tmp_path / name)[0].answers == ["1"]
 
 
-def test_equal_questions_get_different_stable_ids(tmp_path):
-    path = write_jsonl(tmp_path / "q.jsonl", [{"question": "same", "answer": "1"}] * 3)
-    ids = [p.prompt_id for p in load_prompts(path)]
-    assert ids == [p.prompt_id for p in load_prompts(path)] == ["q-000000", "q-000001", "q-000002"]
-
-
 def test_few_bad_rows_are_skipped_with_their_row_and_keep_the_ids_of_the_others(tmp_path, caplog):
-    path = write_parquet(tmp_path / "rl.parquet", [published_row(), published_row(None), published_row(" ")])
+    path = write_parquet(
+        tmp_path / "rl.parquet", [published_row(), published_row(None), published_row(" "), published_row()]
+    )
     with caplog.at_level(logging.WARNING, "arpo"):
         prompts = load_prompts(path)
-    assert [p.prompt_id for p in prompts] == ["rl-000000"]
+    assert [p.prompt_id for p in prompts] == ["rl-000000", "rl-000003"]
     assert "row 1" in caplog.text and "row 2" in caplog.text and "reward_model.ground_truth" in caplog.text
 
 
@@ -180,26 +170,15 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, caplog):
 # ---- order
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
-    order = PromptOrder(num_prompts=64, num_per_step=64, seed=3, option="data.n")
-    assert len({tuple(order.indices(step)) for step in range(5)}) == 5
-    assert order.indices(0) != PromptOrder(64, 64, seed=4, option="data.n").indices(0)
-
-
-def test_draws_of_any_size_follow_the_same_order_and_never_hold_a_prompt_twice():
+def test_draws_of_any_size_follow_the_order_of_epoch_and_seed():
     order = PromptOrder(num_prompts=10, num_per_step=3, seed=0, option="data.n")  # 9 prompts an epoch
     assert order.draw(6, 3) == (order.indices(2), 9)
     epoch = order.indices(0) + order.indices(1) + order.indices(2)
     assert order.draw(1, 2) == (epoch[1:3], 3) and order.draw(3, 1) == (epoch[3:4], 4)
     # one prompt is left of the first epoch: too few for two, so they are the second epoch's first
     assert order.draw(8, 2) == (order.indices(3)[:2], 11) and order.draw(8, 1) == (epoch[8:], 9)
-    drawn = 0
-    for count in [3, 1, 2, 3, 2, 2, 3, 3, 1, 2, 3]:
-        indices, drawn = order.draw(drawn, count)
-        assert len(set(indices)) == count
-
-
-def test_a_step_that_cannot_be_filled_names_the_scripts_own_option():
+    assert len({tuple(order.indices(3 * epoch)) for epoch in range(5)}) == 5
+    assert order.indices(0) != PromptOrder(10, 3, seed=4, option="data.n").indices(0)
     with pytest.raises(UserError, match=r"3 usable rows of data.train are fewer than data.n=4"):
         PromptOrder(num_prompts=3, num_per_step=4, seed=0, option="data.n")
 
@@ -213,9 +192,6 @@ def test_a_queue_begins_as_a_draw_goes_on_over_epochs_and_holds_no_prompt_twice(
     assert queue[:4] == list(zip(first[5:], (6, 7, 8, 9), strict=True))
     later = [(i, 10 + number) for number, i in enumerate(second[:5]) if i not in first[5:]]
     assert queue[4:] == later and len(later) < 5
-    # whatever of it a step has used, the next one goes on behind
-    for index, num_drawn in queue[3:]:
-        assert order.queue(num_drawn - 1, 1) == [(index, num_drawn)]
 
 
 def test_search_r1s_rows_are_their_question_without_its_instructions_and_an_exact_match_is_their_reward(tmp_path):
@@ -239,10 +215,3 @@ def test_search_r1s_rows_are_their_question_without_its_instructions_and_an_exac
     for prompt in prompts:
         measure = accuracy_function(prompt.answers, prompt.data_source, prompt.meta["ability"])
         assert [measure(text, prompt.answers) for text in ("the lovelace", "Ada, Countess of Lovelace")] == [1.0, 0.0]
-
-
-def test_browsecomp_plus_rows_as_its_script_writes_them_are_questions(tmp_path):
-    page = {"docid": "5", "text": "a page", "url": "http://u"}
-    row = {"query_id": "769", "query": "Who?", "answer": "Ada", "gold_docs": [page], "evidence_docs": [page]}
-    [prompt] = load_prompts(write_jsonl(tmp_path / "browsecomp_plus_decrypted.jsonl", [row]))
-    assert (prompt.messages[-1]["content"], prompt.answers) == ("Who?", ["Ada"])

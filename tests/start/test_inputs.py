@@ -136,7 +136,8 @@ def test_a_model_that_neither_is_here_nor_can_be_fetched_is_named_at_once(folder
     done = subprocess.run(command, env=nowhere, capture_output=True, text=True, timeout=60)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 2 and "error: model.path=Nobody/Nothing: not here, and http://127.0.0.1:9/" in last
-    assert "cannot be reached" in last and " torch\n" not in done.stderr
+    assert "cannot be reached" in last
+    assert " torch\n" not in done.stderr and " transformers\n" not in done.stderr
 
 
 def test_a_run_folder_that_cannot_be_written_is_named_before_the_hub_is_asked(folder):
@@ -145,17 +146,10 @@ def test_a_run_folder_that_cannot_be_written_is_named_before_the_hub_is_asked(fo
         check_sft(load_config(SFTConfig, [*HUB, "--data.train", "talks.jsonl"]))
 
 
-@pytest.mark.parametrize("script", ["train_sft", "train_rl"])
-def test_a_misspelt_path_is_answered_without_importing_torch(script):
-    command = [sys.executable, "-X", "importtime", f"{script}.py", *HUB, "--data.train", "absent.jsonl"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "error: absent.jsonl: cannot read the file" in done.stderr
-    assert " torch\n" not in done.stderr and " transformers\n" not in done.stderr
-
-
-@pytest.mark.parametrize("chosen, threads", [(None, 1), ("2", 2)])
+@pytest.mark.parametrize("chosen, threads", [(None, "1"), ("2", "2")])
 def test_a_rank_has_one_thread_unless_told_otherwise(monkeypatch, chosen, threads):
     code = (
+        "import os, sys\n"
         "from dataclasses import dataclass, field\n"
         "from arpo.start.load import load_or_exit\n"
         "from arpo.config.sections import RunConfig\n"
@@ -163,12 +157,10 @@ def test_a_rank_has_one_thread_unless_told_otherwise(monkeypatch, chosen, thread
         "class Config:\n"
         "    run: RunConfig = field(default_factory=RunConfig)\n"
         "load_or_exit(Config)\n"
-        "import torch\n"
-        "print(torch.get_num_threads())"
+        "print(os.environ['OMP_NUM_THREADS'], 'torch' in sys.modules)"  # which reads it once
     )
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.delenv("LD_PRELOAD", raising=False)  # an engine in this process sets it: OpenMP
     if chosen:
         monkeypatch.setenv("OMP_NUM_THREADS", chosen)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == [str(threads)], done.stderr
+    assert done.stdout.split() == [threads, "False"], done.stderr

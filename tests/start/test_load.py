@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -29,17 +28,11 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_precedence_is_default_then_yaml_then_flag(tmp_path):
-    path = write(tmp_path / "c.yaml", "data: {train: a.parquet}\nbranching: {base: 0.3, weight: 0.4}\n")
-    cfg = load_config(RLConfig, [path, "--branching.weight", "0.9"])
-    assert (cfg.branching.base, cfg.branching.weight, cfg.branching.threshold) == (0.3, 0.9, None)
-
-
-def test_later_files_win_and_flags_win_over_all(tmp_path):
+def test_later_files_win_over_defaults_and_flags_over_all(tmp_path):
     model = write(tmp_path / "qwen3_8b.yaml", "data: {train: a.parquet}\nrun: {seed: 7, num_epochs: 4}\n")
     algorithm = write(tmp_path / "aepo.yaml", "run: {num_epochs: 5, validate_every: 8}\n")
     cfg = load_config(RLConfig, [model, algorithm, "--run.validate_every", "9"])
-    assert (cfg.run.seed, cfg.run.num_epochs, cfg.run.validate_every) == (7, 5, 9)
+    assert (cfg.run.seed, cfg.run.num_epochs, cfg.run.validate_every, cfg.branching.threshold) == (7, 5, 9, None)
 
 
 def test_a_run_is_called_after_its_files_unless_it_has_a_name(tmp_path):
@@ -134,28 +127,8 @@ def test_the_defaults_are_the_papers_7b_recipe():
     assert (cfg.data.max_prompt_tokens, cfg.rollout.max_response_tokens, cfg.optim.lr) == (1536, 4096, 1e-6)
 
 
-def test_a_saved_config_loads_to_the_same_config(tmp_path):
-    cfg = load_config(RLConfig, ["--data.train", "x", "--tools.names", "search", "--optim.betas", "0.8", "0.9",
-                                 "--loss.dual_clip", "None"])  # fmt: skip
-    save_config(cfg, tmp_path / "saved.yaml")
-    assert load_config(RLConfig, [str(tmp_path / "saved.yaml")]) == cfg
-
-
 def test_the_names_of_others_are_answered_with_settings_that_are_there():
     assert set(OURS.values()) <= field_names(RLConfig).keys()
-
-
-def test_a_home_folder_in_a_file_is_the_users(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    path = write(tmp_path / "c.yaml", "model: {path: ~/m}\ndata: {train: ~/d.parquet, valid: a~/b}\n")
-    cfg = load_config(RLConfig, [path])
-    assert (cfg.model.path, cfg.data.train, cfg.data.valid) == ("/home/me/m", "/home/me/d.parquet", "a~/b")
-
-
-def test_a_config_is_frozen():
-    cfg = load_config(RLConfig, ["--data.train", "x"])
-    with pytest.raises(FrozenInstanceError):
-        cfg.rollout.group_size = 3
 
 
 @pytest.mark.parametrize(
@@ -167,10 +140,8 @@ def test_a_config_is_frozen():
         ("run: {seed: many}", [], ["c.yaml", "run.seed", "int"]),
         ("branching: {selector: best}", [], ["c.yaml", "branching.selector='best'", "use one of arpo, aepo, "]),
         ("", ["--branching.selector", "randm"], ["command line", "did you mean 'random'?"]),
-        ("- a\n- b", [], ["c.yaml", "must be a mapping"]),
         ("a: [", [], ["c.yaml", "not valid YAML"]),
         ("run: {seed: }", [], ["c.yaml", "run.seed has no value"]),
-        ("train_rl: 3", [], ["c.yaml", "train_rl must be a mapping"]),
         ("train_rl: {branching: {bas: 1}}", [], ["c.yaml", "'branching.bas'", "did you mean 'branching.base'"]),
         ("", ["--rollout", "4"], ["command line", "--rollout is a section"]),
         ("", ["-x"], ["command line", "-x"]),
@@ -188,20 +159,15 @@ def test_a_config_is_frozen():
         ("", ["--update.max_tokens_per_microbatch", "5000"], ["max_tokens_per_microbatch=5000", "5632"]),
         ("", ["--rollout.temperature", "0"], ["rollout.temperature"]),
         ("", ["--branching.selector", "none", "--branching.dynamic_budget", "True"], ["dynamic_budget"]),
-        ("run: {seed: [1, 2]}", [], ["c.yaml", "run.seed must be one value, not the list [1, 2]"]),
         ("data: {valid: [a, b]}", [], ["c.yaml", "data.valid must be one value"]),
         ("run: {seed: 1}\nrun: {seed: 2}", [], ["c.yaml", "'run' stands in lines 1 and 2; drop one"]),
         ("run:\n  seed: 1\n  seed: 2", [], ["c.yaml", "'seed' stands in lines 2 and 3"]),
         ("", ["--run.name", ""], ["run.name=''", "choose a name like"]),
         ("", ["--run.name", "../x"], ["run.name='../x' must name a folder inside run.dir"]),
         ("", ["--run.name", "/tmp/x"], ["run.name='/tmp/x' must name"]),
-        ("optim: {lr: .nan}", [], ["c.yaml", "optim.lr=nan must be a finite number"]),
         ("", ["--optim.lr", "fast"], ["command line", "optim.lr"]),
         ("", ["--loss.kind", "pop"], ["loss.kind='pop' is unknown", "did you mean 'ppo'?"]),
-        ("", ["--rollout.group_size", "1"], ["num_initial_rollouts=8", "group_size=1"]),
         ("", ["--rollout.group_size", "nan"], ["command line", "invalid literal for int()"]),
-        ("", ["--branching.compat", "upstram"], ["branching.compat", "upstram", "upstream"]),
-        ("", ["--advantage.kind", "grop"], ["advantage.kind", "grop", "grpo"]),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_with_place_and_fix(tmp_path, yaml, flags, words):
@@ -211,26 +177,25 @@ def test_a_mistake_is_one_line_with_place_and_fix(tmp_path, yaml, flags, words):
     assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words), caught.value
 
 
-def test_a_config_file_in_another_encoding_is_named(tmp_path):
+def test_a_config_file_that_is_missing_or_in_another_encoding_is_named(tmp_path):
     (tmp_path / "c.yaml").write_bytes(b"data: {train: caf\xe9}")
     with pytest.raises(UserError, match=r"c\.yaml: the config file is not UTF-8; save it as that"):
         load_config(RLConfig, [str(tmp_path / "c.yaml")])
-
-
-def test_a_missing_config_file_is_named():
     with pytest.raises(UserError, match=r"^configs/qwen_70b\.yaml: cannot read the config file"):
         load_config(RLConfig, [str(ROOT / "configs" / "arpo.yaml"), "configs/qwen_70b.yaml"])
 
 
 def test_a_script_ends_with_code_2_on_rank_0_only():
     launched = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "PATH": ""}
-    for rank, lines in (("0", 1), ("1", 0)):
-        done = subprocess.run(
-            [sys.executable, "train_rl.py", "--run.nam", "x"],
-            cwd=ROOT, env=launched | {"RANK": rank}, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == lines
-    assert done.stderr == ""
+    for environment, words in (
+        (launched | {"RANK": "0"}, ["error: command line: ", "did you mean 'run.name'"]),
+        (launched | {"RANK": "1"}, []),
+        ({"RANK": "3", "PATH": ""}, ["error: RANK=3 is set, but WORLD_SIZE=''"]),  # left by a scheduler
+    ):
+        command = [sys.executable, "train_rl.py", "--run.nam", "x"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == bool(words)
+        assert all(word in done.stderr for word in words)
 
 
 @pytest.mark.slow
@@ -280,21 +245,27 @@ def test_a_mistake_may_be_in_the_file_or_beside_it(tmp_path):
         load_config(RLConfig, [str(tmp_path / "c.yaml"), "--data.train", "x", "--tools.search.backend", "serpr"])
 
 
-@pytest.mark.parametrize("script", [["train_rl.py"], ["-m", "extras.ablation"]])
-def test_help_that_nobody_reads_to_its_end_ends_without_a_traceback(script):
+def test_help_that_nobody_reads_to_its_end_ends_without_a_traceback():
     """`train_rl.py --help | head`, where head has closed its end before the first word."""
     reads, writes = os.pipe()
     os.close(reads)
-    command = [sys.executable, *script, "--help"]
+    command = [sys.executable, "train_rl.py", "--help"]
     done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     os.close(writes)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
+SAID = "interrupted: the same command goes on after the newest checkpoint\n"
+
+
 @pytest.mark.parametrize(
-    "rank, said", [("0", "interrupted: the same command goes on after the newest checkpoint\n"), ("1", "")]
+    "during, rank, said",
+    [
+        ("signal.raise_signal(signal.SIGINT)", "0", SAID),
+        ("signal.raise_signal(signal.SIGINT)", "1", ""),
+        ("broken_off_save()", "0", SAID),
+    ],
 )
-@pytest.mark.parametrize("during", ["signal.raise_signal(signal.SIGINT)", "broken_off_save()"])
 def test_ctrl_c_is_one_line_of_one_rank(rank, said, during):
     code = f"""
 import signal
