@@ -18,43 +18,33 @@ def gradient_at_ratio(ratio: float, advantage: float, **options) -> float:
     return logprobs.grad.item()
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "ppo", "aepo"),
-    [(1.5, 1, 0, -1.2), (4, 1, 0, -1.2), (0.5, -1, 0, 0), (1.5, -1, 1.5, 1.5), (4, -1, 0, 0), (1, 1, -1, -1)],
-)
-def test_gradient_of_a_token_is_as_published(ratio, advantage, ppo, aepo):
-    assert gradient_at_ratio(ratio, advantage) == pytest.approx(ppo, abs=1e-6)
-    assert gradient_at_ratio(ratio, advantage, entropy_balanced_clipping=True) == pytest.approx(aepo, abs=1e-6)
+USUAL, OWN = (0.2, 0.2), (0.1, 0.3)
+"""clip_low and clip_high; with the second pair a bound that stands for the other is seen."""
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "gspo", "cispo", "reinforce"),
+    ("bounds", "ratio", "advantage", "ppo", "aepo", "gspo", "cispo", "reinforce"),
     [
-        (1.1, 1, -1.1, -1.1, -1),
-        (1.5, 1, 0, -1.2, -1),
-        (4, 1, 0, -1.2, -1),
-        (0.5, 1, -0.5, -0.8, -1),
-        (0.5, -1, 0, 0.8, 1),
-        (1.5, -1, 1.5, 1.2, 1),
-        (4, -1, 4, 1.2, 1),
-        (1, 1, -1, -1, -1),
+        (USUAL, 1.1, 1, -1.1, -1.1, -1.1, -1.1, -1),
+        (USUAL, 1.5, 1, 0, -1.2, 0, -1.2, -1),
+        (USUAL, 4, 1, 0, -1.2, 0, -1.2, -1),
+        (USUAL, 0.5, 1, -0.5, -0.5, -0.5, -0.8, -1),
+        (USUAL, 0.5, -1, 0, 0, 0, 0.8, 1),
+        (USUAL, 1.5, -1, 1.5, 1.5, 1.5, 1.2, 1),
+        (USUAL, 4, -1, 0, 0, 4, 1.2, 1),  # clipped twice, at dual_clip
+        (USUAL, 1, 1, -1, -1, -1, -1, -1),
+        (OWN, 0.85, -1, 0, 0, 0, 0.9, 1),
+        (OWN, 0.95, -1, 0.95, 0.95, 0.95, 0.95, 1),
+        (OWN, 1.25, 1, -1.25, -1.25, -1.25, -1.25, -1),
+        (OWN, 1.4, 1, 0, -1.3, 0, -1.3, -1),
     ],
 )
-def test_gradient_of_a_token_under_the_other_kinds(ratio, advantage, gspo, cispo, reinforce):
-    for kind, expected in {"gspo": gspo, "cispo": cispo, "reinforce": reinforce}.items():
-        assert gradient_at_ratio(ratio, advantage, kind=kind) == pytest.approx(expected, abs=1e-6), kind
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "ppo", "aepo", "cispo"),
-    [(0.85, -1, 0, 0, 0.9), (0.95, -1, 0.95, 0.95, 0.95), (1.25, 1, -1.25, -1.25, -1.25), (1.4, 1, 0, -1.3, -1.3)],
-)
-def test_each_bound_is_its_own(ratio, advantage, ppo, aepo, cispo):
-    bounds = {"clip_low": 0.1, "clip_high": 0.3}
-    for kind, expected in {"ppo": ppo, "gspo": ppo, "cispo": cispo}.items():
-        assert gradient_at_ratio(ratio, advantage, kind=kind, **bounds) == pytest.approx(expected, abs=1e-6), kind
-    found = gradient_at_ratio(ratio, advantage, entropy_balanced_clipping=True, **bounds)
-    assert found == pytest.approx(aepo, abs=1e-6)
+def test_gradient_of_a_token_is_as_published(bounds, ratio, advantage, ppo, aepo, gspo, cispo, reinforce):
+    options = {"clip_low": bounds[0], "clip_high": bounds[1]}
+    for kind, expected in {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}.items():
+        assert gradient_at_ratio(ratio, advantage, kind=kind, **options) == pytest.approx(expected, abs=1e-6), kind
+    balanced = gradient_at_ratio(ratio, advantage, entropy_balanced_clipping=True, **options)
+    assert balanced == pytest.approx(aepo, abs=1e-6)
 
 
 def test_cispo_weighs_the_logprob_itself():
@@ -112,15 +102,6 @@ def test_a_note_and_the_turn_after_it_have_a_ratio_each():
     assert loss.item() == pytest.approx(-(1 + 1 + 1.5))
     together = loss_of(logprobs, torch.zeros(1, 3), ones, ones, **options)[0]
     assert together.item() == pytest.approx(-3 * 1.5 ** (1 / 3))
-
-
-def test_a_response_of_one_turn_has_the_same_ratio_over_both():
-    logprobs, old, advantages, mask = random_rows()
-    mask = mask.cumprod(-1)  # cut at the first token without loss
-    by_turn, by_sequence = (
-        loss_of(logprobs, old, advantages, mask, kind="gspo", ratio_over=over)[0] for over in ("turn", "sequence")
-    )
-    assert by_turn.item() == pytest.approx(by_sequence.item(), rel=1e-6) and mask.sum() > 5
 
 
 def test_entropy_balanced_clipping_changes_gradients_but_no_value():
@@ -208,13 +189,6 @@ def test_the_denominator_counts_loss_tokens_or_rows_that_have_any():
         assert [loss_denominator(some, name) for name in AGGREGATIONS] == [3.0, 2.0, 2.0]
 
 
-def test_without_a_denominator_the_loss_is_the_mean_over_these_rows():
-    logprobs, old, advantages, mask = random_rows()
-    local = loss_of(logprobs, old, advantages, mask)[0]
-    explicit = loss_of(logprobs, old, advantages, mask, denominator=mask.sum().item())[0]
-    assert local.item() == explicit.item()
-
-
 @pytest.mark.parametrize("kind", TOKEN_LOSSES)
 def test_masked_tokens_get_no_gradient_even_when_their_numbers_are_absurd(kind):
     logprobs, old, advantages, mask = random_rows()
@@ -233,55 +207,34 @@ def test_rows_without_loss_tokens_give_zero_loss_and_zero_gradient():
     assert metrics.values() == {}
 
 
-def test_entropy_balanced_advantage_scales_by_the_z_score_and_never_flips_the_sign():
-    entropy = torch.tensor([[0.0, 2.0, 4.0]], requires_grad=True)
-    logprobs = torch.zeros(1, 3, requires_grad=True)
-    zeros, ones = torch.zeros(1, 3), torch.ones(1, 3)
-    options = {"entropy_balanced_advantage": True, "aggregation": "sequence_mean_token_sum"}
-    loss_of(logprobs, zeros, ones, ones, entropy=entropy, **options)[0].backward()
-    torch.testing.assert_close(logprobs.grad, -torch.tensor([[0.8, 1.0, 1.2]]))  # z = -1, 0, 1
-    assert entropy.grad is None
-
-    logprobs.grad = None
-    options |= {"entropy_statistics": (4.0, 0.5), "entropy_advantage_weight": 0.2}
-    loss_of(logprobs, zeros, ones, ones, entropy=entropy, **options)[0].backward()
-    torch.testing.assert_close(logprobs.grad, -torch.tensor([[0.0, 0.2, 1.0]]))  # z = -8, -4, 0
-
-
-@pytest.mark.parametrize("most, factors", [(2.0, [0.8, 1.0, 1.4]), (0.5, [0.8, 1.0, 1.1]), (None, [0.8, 1.0, 2.2])])
-def test_the_factor_of_the_entropy_balanced_advantage_is_bounded_from_above_and_in_the_paper_not(most, factors):
-    entropy, logprobs = torch.tensor([[0.0, 1.0, 7.0]]), torch.zeros(1, 3, requires_grad=True)  # z = -1, 0, 6
-    options = {"entropy_balanced_advantage": True, "aggregation": "sequence_mean_token_sum"}
-    options |= {"entropy_statistics": (1.0, 1.0), "entropy_advantage_max_z": most}
-    loss_of(logprobs, torch.zeros(1, 3), torch.ones(1, 3), torch.ones(1, 3), entropy=entropy, **options)[0].backward()
+@pytest.mark.parametrize(
+    ("entropies", "options", "factors"),
+    [
+        ([0.0, 2.0, 4.0], {}, [0.8, 1.0, 1.2]),  # z = -1, 0, 1
+        ([0.0, 2.0, 4.0], {"entropy_statistics": (4.0, 0.5)}, [0.0, 0.2, 1.0]),  # z = -8, -4, 0: no sign is flipped
+        ([0.0, 1.0, 7.0], {"entropy_statistics": (1.0, 1.0), "entropy_advantage_max_z": 2.0}, [0.8, 1.0, 1.4]),
+        ([0.0, 1.0, 7.0], {"entropy_statistics": (1.0, 1.0), "entropy_advantage_max_z": 0.5}, [0.8, 1.0, 1.1]),
+        (
+            [0.0, 1.0, 7.0],
+            {"entropy_statistics": (1.0, 1.0), "entropy_advantage_max_z": None},
+            [0.8, 1.0, 2.2],
+        ),  # paper
+    ],
+)
+def test_the_entropy_balanced_advantage_scales_by_the_z_score_within_bounds(entropies, options, factors):
+    """The paper has no bound from above."""
+    entropy = torch.tensor([entropies], requires_grad=True)
+    logprobs, ones = torch.zeros(1, 3, requires_grad=True), torch.ones(1, 3)
+    options = options | {"entropy_balanced_advantage": True, "aggregation": "sequence_mean_token_sum"}
+    loss_of(logprobs, torch.zeros(1, 3), ones, ones, entropy=entropy, **options)[0].backward()
     torch.testing.assert_close(logprobs.grad, -torch.tensor([factors]))
-
-
-def test_the_bound_does_nothing_where_a_fifth_of_the_tokens_are_uncertain():
-    entropy, ones = (
-        torch.tensor([[1.0] + [0.0] * 4]),
-        torch.ones(1, 5),
-    )  # z = sqrt(0.8 / 0.2), by the sample's deviation less
-    losses = [
-        loss_of(torch.zeros(1, 5), torch.zeros(1, 5), ones, ones, entropy=entropy, entropy_balanced_advantage=True,
-                entropy_advantage_max_z=most)[0]
-        for most in (2.0, None)
-    ]  # fmt: skip
-    assert losses[0] == losses[1]
+    assert entropy.grad is None
 
 
 @pytest.mark.parametrize("option", [{"entropy_balanced_advantage": True}, {"entropy_coefficient": 0.1}])
 def test_options_about_the_entropy_without_entropies_are_an_error(option):
     with pytest.raises(ValueError, match="entropies"):
         loss_of(ONE, ONE, ONE, ONE, **option)
-
-
-def test_rollout_weights_multiply_token_losses():
-    logprobs = torch.zeros(1, 2, requires_grad=True)
-    weights = torch.tensor([[2.0, 0.5]])
-    ones = torch.ones(1, 2)
-    loss_of(logprobs, torch.zeros(1, 2), ones, ones, rollout_weights=weights, denominator=1.0)[0].backward()
-    torch.testing.assert_close(logprobs.grad, -weights)
 
 
 def test_metrics_count_clipped_tokens_and_measure_the_kl():

@@ -181,12 +181,19 @@ def test_a_rank_that_waits_at_the_queue_for_one_that_is_gone_ends_with_one_line(
 
 
 @pytest.mark.slow
-def test_a_peer_that_does_not_come_is_told_by_where_it_stands(work):
-    here, there = work(wait_s=8, silence_s=600, mood="rank 1 rests")
+@pytest.mark.parametrize(
+    "mood, said, waits_in",
+    [
+        ("rank 1 rests", "did not meet", r"ranks.py:\d+ all_reduce_sum"),
+        ("on NCCL, rank 1 rests", "did not meet (NCCL: TIMEOUT)", r"worker.py:\d+ wait_in_c"),  # a pretended NCCL
+    ],
+)
+def test_a_peer_that_does_not_come_is_told_by_where_it_stands(work, mood, said, waits_in):
+    here, there = work(wait_s=8, silence_s=600, mood=mood)
     output = here.communicate(HANG_S) + there.communicate(HANG_S)
     line = lines_of(output)[0]
-    assert "did not meet" in line and "all are alive" in line and "run.peer_timeout_minutes=0.133" in line, line
-    assert re.search(r"rank 0 \(.*in ranks.py:\d+ all_reduce_sum\); rank 1 \(.*in worker.py:\d+ rest\)", line)
+    assert said in line and "all are alive" in line and "run.peer_timeout_minutes=0.133" in line, line
+    assert re.search(rf"rank 0 \(.*in {waits_in}\); rank 1 \(.*in worker.py:\d+ rest\)", line), line
 
 
 @pytest.mark.slow
@@ -202,17 +209,6 @@ def test_a_peer_that_dies_is_named_while_the_others_wait_for_the_gpu(work, tmp_p
     found = re.match(rf"error \(rank 0\): rank 1 \(host \S+, pid {pid}, in worker.py:\d+ rest\)(.*); limits", line)
     assert found and found[1] == (" is gone (NCCL: COMM_ERROR)" if breaks else ": no sign of life for 4 s"), line
     assert here.returncode != 0 and time.monotonic() - started < 200
-
-
-@pytest.mark.slow
-def test_a_peer_that_does_not_come_to_the_gpus_collective_is_told_by_where_it_stands(work):
-    """On a pretended NCCL."""
-    here, there = work(wait_s=8, silence_s=600, mood="on NCCL, rank 1 rests")
-    output = here.communicate(HANG_S) + there.communicate(HANG_S)
-    line = lines_of(output)[0]
-    assert "the ranks did not meet (NCCL: TIMEOUT), though all are alive" in line, line
-    assert re.search(r"rank 0 \(.*in worker.py:\d+ wait_in_c\); rank 1 \(.*in worker.py:\d+ rest\)", line), line
-    assert "run.peer_timeout_minutes=0.133" in line
 
 
 @pytest.mark.slow

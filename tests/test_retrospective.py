@@ -7,18 +7,16 @@ from zlib import crc32
 
 import pytest
 import torch
+from helpers.cut_rollout import sampler_with
 from helpers.fakes import EchoTool, ScriptedEngine
-from helpers.scripted_rollout import ANSWER, CALL, CODEC, SHORT, TOKENIZER, call_then_answer, play, prompt
+from helpers.scripted_rollout import ANSWER, CALL, SHORT, TOKENIZER, call_then_answer, play, prompt
 
-from arpo.engine.team import Team
-from arpo.log import Console
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.ranks import Ranks
 from arpo.retrospective import EXPANSIONS, Fork, turn_starts
-from arpo.sampling.sampler import Sampler
 from arpo.sampling.sources import OneRollout
 from arpo.selection import is_dead
-from arpo.tools.base import ToolResult, ToolRunner
+from arpo.tools.base import ToolResult
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
 CFG = BranchingConfig(selector="at2po")
@@ -201,23 +199,14 @@ def test_until_mixed_a_group_grows_until_its_rewards_differ(is_right, size):
             scored[t.trajectory_id] += 1
 
     branching = BranchingConfig(selector="top_h", num_initial_rollouts=2, expansion_rounds=2, until_mixed=True)
-    runner = ToolRunner({"search": EchoTool("search", "found")})
-    sampler = Sampler(
-        engine=ScriptedEngine(TOKENIZER, call_then_answer),
-        tools=runner,
-        codec=CODEC,
-        team=Team(Ranks(0, 1, torch.device("cpu"), mesh=None)),
-        log=Console(is_main=False),
-        seed=0,
-        rollout=replace(SHORT, group_size=8),
-        branching=branching,
-        score=score,
-    )
+    alone = Ranks(0, 1, torch.device("cpu"), mesh=None)
+    tools, cfg = [EchoTool("search", "found")], replace(SHORT, group_size=8)
+    sampler = sampler_with(alone, call_then_answer, tools, cfg, branching, score=score)
     source = OneRollout(sampler, [prompt("p0"), prompt("p1")], 1)
     try:
         sampler.run(source, "", 2)
     finally:
-        runner.close()
+        sampler.tools.close()
     groups = source.to_score
     score(groups)
     assert [len(g.trajectories) for g in groups] == [size, size] and source.num_finished == 16

@@ -16,21 +16,25 @@ from helpers.toy_run import build_toy_world
 
 from arpo.advantages import assign_advantages, token_advantages
 from arpo.batch import MicroBatch
-from arpo.branching import Evidence, decide
 from arpo.config.named import find
 from arpo.config.returned import checked_number, checked_numbers, shown, whole_text
 from arpo.config.rewards import RewardConfig
-from arpo.data.order import add_groups, make_order, next_prompts
+from arpo.data.order import add_groups, make_order
 from arpo.errors import UserError
 from arpo.options import AdvantageConfig, BranchingConfig, LossConfig, RolloutConfig, is_retrospective
 from arpo.protocol import form_of
 from arpo.retrospective import chosen_forks
 from arpo.rewards import load_custom, score_groups
-from arpo.start.load import load_config
 from arpo.start.trial import made_up_group, try_context, try_functions
 from arpo.tools.base import ToolResult
 from arpo.trajectory import Group, Prompt, Trajectory
-from train_rl import RLConfig
+
+IMPORTS = """import math, random
+import numpy as np
+import torch
+from arpo.data import PromptOrder
+from arpo.losses import TokenLosses
+from arpo.retrospective import Fork"""
 
 
 @pytest.fixture
@@ -41,7 +45,7 @@ def own(tmp_path, monkeypatch):
 
     def write(source: str) -> str:
         file = tmp_path / f"mine{next(files)}.py"
-        file.write_text(f"import math, random\nimport numpy as np\nimport torch\n{source}\n")
+        file.write_text(f"{IMPORTS}\n{source}\n")
         return f"{file.name}:f"
 
     return write
@@ -104,56 +108,92 @@ def test_what_is_shown_is_one_line_of_the_users_value():
     assert whole_text("\ud83d\ude00 \udcff") == "😀 �"  # agent-zero #1773
 
 
-# ---- selectors
+# ---- functions that are called on a made-up group
 
-RULES = [
-    ("return 2.0", "P(branch) is 2; it must be from 0 to 1"),
-    ("return None", "P(branch) is None; it must be a number"),
-    ("return math.nan", "P(branch) is nan; it must be finite"),
-    ("return evidence.logprobs", "failed (AttributeError: 'Evidence' object has no attribute 'logprobs', in line 5 of"),
-]
+RULE, FORKS = "def f(evidence, cfg): return ", "def f(group, budget, cfg, rng): return "
+CREDIT, LOSS = "def f(group, cfg): return ", "def f(i, c): return "
+REFUSED = {  # option -> (source, what is said)
+    "branching.selector": [
+        (RULE + "2.0", "P(branch) is 2; it must be from 0 to 1"),
+        (RULE + "None", "P(branch) is None; it must be a number"),
+        (RULE + "math.nan", "P(branch) is nan; it must be finite"),
+        (RULE + "evidence.logs", "failed (AttributeError: 'Evidence' object has no attribute 'logs', in line 7 of"),
+        (FORKS + "None", "the returned value is None; it must be a list"),
+        (FORKS + "[('0', 1)]", "an entry of the returned list is ('0', 1) (tuple); it must be a Fork"),
+        (FORKS + "[Fork('9', 1)]", "there is no trajectory '9' to fork; there are 0, 1"),
+        (FORKS + "[Fork('0', 2)]", "the turn is 2; it must be from 0 to 1"),
+        (FORKS + "[Fork('0', -1)]", "the turn is -1; it must be from 0 to 1"),
+        (FORKS + "[Fork('0', 0.5)]", "the turn is 0.5; it must be an integer"),
+        (FORKS + "[Fork('0', 1, math.inf)]", "at turn 1, the score is inf; it must be finite"),
+        (FORKS + "[Fork('0', 1, group.trajectories[0].reward)]", "NaN: logprobs of results, rewards) is nan"),
+        (
+            FORKS + "[Fork('0', 1, -sum(group.trajectories[0].rollout_logprobs))]",
+            "NaN: logprobs of results, rewards) is nan",
+        ),
+    ],
+    "advantage.kind": [
+        (RULE + "evidence.rewards[:-1]", "the advantages are 2 numbers; they must be 3 numbers"),  # vime #312
+        (RULE + "evidence.rewards[:, None]", "of the shape (3, 1); they must be 3 numbers"),
+        (RULE + "[1.0]", "the advantages are 1 numbers; they must be 3 numbers"),  # trl #6533
+        (RULE + "evidence.rewards / 0", "the advantages hold inf (at 0 of 3); all must be finite"),
+        (RULE + "None", "the advantages are None; they must be 3 numbers"),
+        (RULE + "{}['x']", "failed (KeyError: 'x', in line 7 of"),
+    ],
+    "advantage.tree": [  # the first two trained silently: tokens without a number had the advantage 0
+        (CREDIT + "{t.trajectory_id: np.ones(3) for t in group.trajectories}", "are 3 numbers; they must be 12"),
+        (CREDIT + "{t.trajectory_id: np.ones(12 - t.fork_at) for t in group.trajectories}", "0.0 are 4 numbers"),
+        (CREDIT + "{'0': np.zeros(12)}", "has nothing for '0.0'; it must have '0', '0.0', '1'"),
+        (CREDIT + "[np.zeros(12)] * 3", "it must be a dict"),
+        (CREDIT + "{t.trajectory_id: [math.nan] * 12 for t in group.trajectories}", "hold nan (at 0 of 12)"),
+        (CREDIT + "{t.trajectory_id: t.rollout_logprobs for t in group.trajectories}", "hold nan (at 4 of 12)"),
+    ],
+    "loss.kind": [
+        (LOSS + "i.logprobs", "the returned value is tensor("),
+        (LOSS + "TokenLosses(i.logprobs.mean(), i.logprobs)", "TokenLosses.losses has the shape ()"),
+        (LOSS + "TokenLosses(i.logprobs.sum(-1), i.logprobs)", "losses has the shape (2,); it must have (2, 4)"),
+        (LOSS + "TokenLosses(i.logprobs, i.logprobs, {'a': 1})", "metrics['a'] is 1; it must be a tensor"),
+        (LOSS + "TokenLosses((-i.mask.float()).log() * i.logprobs, i.logprobs)", "the loss is not finite"),
+        (LOSS + "TokenLosses(i.logprobs.detach(), i.logprobs)", "the loss has no gradient"),
+        (LOSS + "TokenLosses((i.logprobs - i.logprobs).abs().sqrt(), i.logprobs)", "the gradient is not finite"),
+        ("def f(inputs): return 1", "failed (TypeError"),
+    ],
+    "loss.aggregation": [
+        ("def f(l, mask): return l.sum(), mask.sum()", "the rows' sums has the shape (); it must have (2,)"),
+        ("def f(losses, mask): return losses.sum(-1)", "the returned value is tensor("),
+    ],
+    "loss.kl_estimator": [
+        ("def f(difference): return difference.mean()", "the KL has the shape (); it must have (2, 4)"),
+        ("def f(difference): return (-difference - 9).log()", "the KL is not finite"),
+    ],
+    "loss.rollout_correction": [
+        ("def f(log_weights, mask): return log_weights", "must be a tuple"),
+        (
+            "f = (lambda w, m: w.sum(), lambda w, c: (w, {}))",
+            "combined log weights has the shape (); it must have (2, 4) or (2, 1)",
+        ),
+        ("f = (lambda w, m: w, lambda w, c: w)", "the bounded weights is"),
+        ("f = (lambda w, m: w, lambda w, c: (w / 0, {}))", "the weights is not finite"),
+    ],
+}
 
 
-@pytest.mark.parametrize("body, words", RULES)
-def test_a_rule_must_return_a_probability(own, body, words):
-    name = own(f"def f(evidence, cfg):\n    {body}")
-    for use in (
-        lambda cfg: decide(Evidence((), (), 1.0, 1.0), cfg, random.Random(0)),
-        lambda cfg: try_functions(cfg, AdvantageConfig(), LossConfig()),
-    ):
-        with pytest.raises(UserError) as caught:
-            use(BranchingConfig(selector=name))
-        assert str(caught.value).startswith(f"branching.selector={name}") and words in str(caught.value)
-
-
-FORKS = [
-    ("return None", "the returned value is None; it must be a list"),
-    ("return [('0', 1)]", "an entry of the returned list is ('0', 1) (tuple); it must be a Fork"),
-    ("return [Fork('9', 1)]", "there is no trajectory '9' to fork; there are 0, 1"),
-    ("return [Fork('0', 2)]", "the turn is 2; it must be from 0 to 1"),
-    ("return [Fork('0', -1)]", "the turn is -1; it must be from 0 to 1"),
-    ("return [Fork('0', 0.5)]", "the turn is 0.5; it must be an integer"),
-    ("return [Fork('0', 1, math.inf)]", "at turn 1, the score is inf; it must be finite"),
-    ("return [Fork('0', 1, group.trajectories[0].reward)]", "NaN: logprobs of results, rewards) is nan"),
-    (
-        "t, turn, *_ = group.trajectories[0], *group.trajectories[0].turns\n"
-        "    return [Fork('0', 1, -sum(t.rollout_logprobs[turn.end : turn.result_end]))]",
-        "NaN: logprobs of results, rewards) is nan",
-    ),
-]
-
-
-@pytest.mark.parametrize("body, words", FORKS)
-def test_a_retrospective_selector_must_return_forks_that_are_there(own, body, words):
-    name = own(f"from arpo.retrospective import Fork\n\n\ndef f(group, budget, cfg, rng):\n    {body}")
+@pytest.mark.parametrize("option, source, words", [(o, *case) for o, cases in REFUSED.items() for case in cases])
+def test_a_function_that_returns_what_cannot_be_used_is_one_line_before_the_run(own, option, source, words):
+    name = own(source)
+    section, _, field = option.partition(".")
+    cfgs = {"branching": BranchingConfig(), "advantage": AdvantageConfig(), "loss": LossConfig(kl_coefficient=0.1)}
+    cfgs[section] = replace(cfgs[section], **{field: name})
     with pytest.raises(UserError) as caught:
-        try_functions(BranchingConfig(selector=name), AdvantageConfig(), LossConfig())
-    assert str(caught.value).startswith(f"branching.selector={name}") and words in str(caught.value)
+        try_functions(*cfgs.values())
+    assert str(caught.value).startswith(f"{option}={name}") and words in str(caught.value), str(caught.value)
+
+
+# ---- selectors
 
 
 def test_a_selector_sees_nan_where_there_is_nothing_yet_and_changes_nothing(own):
     name = own(
-        "from arpo.retrospective import Fork\n\n\ndef f(group, budget, cfg, rng):\n"
+        "def f(group, budget, cfg, rng):\n"
         "    for t in group.trajectories:\n"
         "        assert math.isnan(t.reward)\n"
         "        unknown = [math.isnan(lp) for lp in t.rollout_logprobs]\n"
@@ -212,44 +252,6 @@ def test_a_rule_sees_the_calls_their_results_and_whether_they_failed(own, tmp_pa
 
 # ---- advantages and credits
 
-ADVANTAGES = [
-    ("return evidence.rewards[:-1]", "the advantages are 2 numbers; they must be 3 numbers"),  # vime #312
-    ("return evidence.rewards[:, None]", "of the shape (3, 1); they must be 3 numbers"),
-    ("return [1.0]", "the advantages are 1 numbers; they must be 3 numbers"),  # trl #6533
-    ("return evidence.rewards / 0", "the advantages hold inf (at 0 of 3); all must be finite"),
-    ("return None", "the advantages are None; they must be 3 numbers"),
-    ("return {}['x']", "failed (KeyError: 'x', in line 5 of"),
-]
-CREDITS = [
-    ("return {t.trajectory_id: np.ones(3) for t in group.trajectories}", "are 3 numbers; they must be 12 numbers"),
-    (
-        "return {t.trajectory_id: np.zeros(len(t.token_ids) - t.fork_at) for t in group.trajectories}",
-        "'0.0'|are 4 numbers",
-    ),
-    ("return {'0': np.zeros(12)}", "has nothing for '0.0'; it must have '0', '0.0', '1'"),
-    ("return [np.zeros(12)] * 3", "it must be a dict"),
-    ("return {t.trajectory_id: [math.nan] * 12 for t in group.trajectories}", "hold nan (at 0 of 12)"),
-    ("return {t.trajectory_id: t.rollout_logprobs for t in group.trajectories}", "hold nan (at 4 of 12)"),
-]
-
-
-@pytest.mark.parametrize("body, words", ADVANTAGES)
-def test_an_estimator_must_return_a_finite_number_for_each_trajectory(own, body, words):
-    name = own(f"def f(evidence, cfg):\n    {body}")
-    with pytest.raises(UserError) as caught:
-        try_functions(BranchingConfig(), AdvantageConfig(kind=name), LossConfig())
-    assert str(caught.value).startswith(f"advantage.kind={name}") and words in str(caught.value)
-
-
-@pytest.mark.parametrize("body, words", CREDITS)
-def test_a_credit_must_return_a_finite_number_for_each_token(own, body, words):
-    """The first two train silently where nobody looks: tokens without a number had the advantage 0."""
-    name = own(f"def f(group, cfg):\n    {body}")
-    with pytest.raises(UserError) as caught:
-        try_functions(BranchingConfig(), AdvantageConfig(tree=name), LossConfig())
-    assert str(caught.value).startswith(f"advantage.tree={name}")
-    assert any(word in str(caught.value) for word in words.split("|"))
-
 
 def test_what_is_of_the_right_form_is_taken_as_it_is(own):
     kind = own("def f(evidence, cfg): return (evidence.rewards - 0.5).to(torch.bfloat16)")
@@ -268,54 +270,6 @@ def test_a_loss_token_without_an_advantage_is_no_number():
 
     assert MicroBatch.rows_to_tensor(Two, [np.full(4, 0.5)]).tolist() == [[0.5, 0.5, 0.0, 0.5]]
     assert MicroBatch.rows_to_tensor(Two, [np.full(3, 0.5)])[0, 3].isnan()
-
-
-# ---- losses
-
-LOSSES = {
-    "kind": [
-        ("def f(inputs, cfg): return inputs.logprobs", "the returned value is tensor("),
-        ("def f(i, c): return TokenLosses(i.logprobs.mean(), i.logprobs)", "TokenLosses.losses has the shape ()"),
-        (
-            "def f(i, c): return TokenLosses(i.logprobs.sum(-1), i.logprobs)",
-            "losses has the shape (2,); it must have (2, 4)",
-        ),
-        ("def f(i, c): return TokenLosses(i.logprobs, i.logprobs, {'a': 1})", "metrics['a'] is 1; it must be a tensor"),
-        ("def f(i, c): return TokenLosses((-i.mask.float()).log() * i.logprobs, i.logprobs)", "the loss is not finite"),
-        ("def f(i, c): return TokenLosses(i.logprobs.detach(), i.logprobs)", "the loss has no gradient"),
-        (
-            "def f(i, c): return TokenLosses((i.logprobs - i.logprobs).abs().sqrt(), i.logprobs)",
-            "the gradient is not finite",
-        ),
-        ("def f(inputs): return 1", "failed (TypeError"),
-    ],
-    "aggregation": [
-        ("def f(losses, mask): return losses.sum(), mask.sum()", "the rows' sums has the shape (); it must have (2,)"),
-        ("def f(losses, mask): return losses.sum(-1)", "the returned value is tensor("),
-    ],
-    "kl_estimator": [
-        ("def f(difference): return difference.mean()", "the KL has the shape (); it must have (2, 4)"),
-        ("def f(difference): return (-difference - 9).log()", "the KL is not finite"),
-    ],
-    "rollout_correction": [
-        ("def f(log_weights, mask): return log_weights", "must be a tuple"),
-        (
-            "f = (lambda w, m: w.sum(), lambda w, c: (w, {}))",
-            "combined log weights has the shape (); it must have (2, 4) or (2, 1)",
-        ),
-        ("f = (lambda w, m: w, lambda w, c: w)", "the bounded weights is"),
-        ("f = (lambda w, m: w, lambda w, c: (w / 0, {}))", "the weights is not finite"),
-    ],
-}
-
-
-@pytest.mark.parametrize("option, source, words", [(o, *case) for o, cases in LOSSES.items() for case in cases])
-def test_the_parts_of_a_loss_must_have_their_shapes_and_be_finite(own, option, source, words):
-    name = own(f"from arpo.losses import TokenLosses\n\n\n{source}")
-    cfg = LossConfig(**{option: name, "kl_coefficient": 0.1})
-    with pytest.raises(UserError) as caught:
-        try_functions(BranchingConfig(), AdvantageConfig(), cfg)
-    assert str(caught.value).startswith(f"loss.{option}={name}") and words in str(caught.value), str(caught.value)
 
 
 # ---- rewards
@@ -382,7 +336,7 @@ def test_the_scores_of_a_batch_are_a_list(own):
         ("return ['a']", "entry 0 is 'a'; it must be an integer"),
         ("return [10**9]", r"entry 0 is 1000000000; it must be from 0 to \d+"),
         ("return []", "returned no token ids; return None to go on"),
-        ("return {}[0]", r"failed \(KeyError: 0, in line 5 of"),
+        ("return {}[0]", r"failed \(KeyError: 0, in line 8 of"),
     ],
 )
 def test_a_context_policy_must_return_tokens_that_there_are(own, body, words):
@@ -422,20 +376,12 @@ def test_a_form_and_an_order_must_be_one(own):
     ],
 )
 def test_an_order_must_draw_prompts_that_there_are(own, method, words):
-    source = "from arpo.data import PromptOrder\n\n\nclass f(PromptOrder):\n    def __init__(self, p, n, s):\n"
+    source = "class f(PromptOrder):\n    def __init__(self, p, n, s):\n"
     source += f"        super().__init__(len(p), n, s, option='n')\n\n    {method}"
     prompts = [Prompt(str(i), [], []) for i in range(4)]
     with pytest.raises(UserError) as caught:
         add_groups(make_order(own(source), prompts, 2, 0), [])
     assert str(caught.value).startswith("data.order: f.") and words in str(caught.value)
-
-
-def test_ours_pass_the_same_doors(own):
-    order = make_order("epochs", [Prompt(str(i), [], []) for i in range(4)], 2, 0)
-    assert next_prompts(order, 0, 2, 4) == order.queue(0, 2) and add_groups(order, []) == {}
-    flags = ["--data.train", "x", "--branching.selector", own("def f(evidence, cfg): return 0.5")]
-    cfg = load_config(RLConfig, [*flags, "--advantage.tree", own("from arpo.advantages import node as f")])
-    try_functions(cfg.branching, cfg.advantage, cfg.loss)
 
 
 @pytest.mark.slow

@@ -79,17 +79,9 @@ def test_the_corrected_gradient_is_unbiased_where_no_bound_holds():
         if correct:
             weights, metrics = rollout_weights(logprobs.detach(), q.log()[:, None], torch.ones(4, 1), TIS)
             assert metrics["truncated_share"] == 0
-        total = sum(
-            sampled_from[i]
-            * loss_of(
-                logprobs[i : i + 1],
-                logprobs[i : i + 1].detach(),
-                advantages[i],
-                torch.ones(1, 1),
-                rollout_weights=None if weights is None else weights[i : i + 1],
-            )[0]
-            for i in range(4)
-        )
+        expected_advantages = (sampled_from * advantages)[:, None]
+        rows = (logprobs, logprobs.detach(), expected_advantages, torch.ones(4, 1))
+        total = loss_of(*rows, rollout_weights=weights, denominator=1.0)[0]
         gradients.append(torch.autograd.grad(total, logits)[0])
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().max() > 0.01 and math.isfinite(gradients[0].sum().item())

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers.fakes import EchoTool
 from helpers.families import HERMES_FAMILIES, SCHEMAS, hermes_codec
+from helpers.rollout_checks import assert_children_fork_behind_results
 from helpers.scripted_rollout import SHORT, play
 from helpers.stateful import ForkedNotes, Notes
 
@@ -160,15 +161,11 @@ def test_branches_fork_behind_what_the_template_wrote(codec):
 
     branching = BranchingConfig(num_initial_rollouts=2, threshold=0.5, weight=1.0)
     group = roll(codec, script=script, cfg=replace(ONE, group_size=4), branching=branching)
-    children = [t for t in group.trajectories if t.parent_id]
-    assert len(children) == 2
-    for child in children:
-        [parent] = [t for t in group.trajectories if t.trajectory_id == child.parent_id]
-        assert child.fork_at == parent.turns[0].result_end
-        shared = parent.token_ids[: child.fork_at]
-        assert child.token_ids[: child.fork_at] == shared
-        assert codec.tokenizer.decode(shared).endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n")
-        assert child.turns[0].inherited and child.tool_calls == parent.tool_calls and not child.own_tool_calls
+    assert_children_fork_behind_results([group])
+    root, child = group.trajectories[0], next(t for t in group.trajectories if t.parent_id)
+    shared = codec.tokenizer.decode(child.token_ids[: child.fork_at])
+    assert shared.endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert child.turns[0].inherited and child.tool_calls == root.tool_calls and not child.own_tool_calls
 
 
 def test_a_tool_of_several_arguments_gets_them_as_json(codec):

@@ -49,10 +49,6 @@ def parts(tmp_path_factory, family):
         engine.close()
 
 
-def trajectories(parts) -> list:
-    return [t for groups in parts[2:] for group in groups for t in group.trajectories]
-
-
 def test_the_model_calls_reads_and_answers(parts, family):
     error, turns_of_two = (LLAMA_ERROR, [1, 1, 0]) if family == "llama3_1" else (ERROR, [2, 0])
     [one], [two], [wrong] = [group.trajectories for group in parts[3]]
@@ -73,19 +69,6 @@ def test_greedy_trajectories_are_the_rows_of_sft(parts, family):
         end = len(row.loss_mask) - row.loss_mask[::-1].index(1)
         assert [*group.prompt.token_ids, *t.token_ids] == row.token_ids[:end]
         assert [0] * len(group.prompt.token_ids) + t.loss_mask == row.loss_mask[:end]
-
-
-def test_masked_tokens_are_what_the_template_writes_around_the_results(parts):
-    codec = parts[0]
-    for t in trajectories(parts):
-        for turn in t.turns:
-            between = t.token_ids[turn.end : turn.result_end]
-            assert t.loss_mask[turn.start : turn.result_end] == [1] * (turn.end - turn.start) + [0] * len(between)
-            if between:
-                calls, last = turn.tool_calls, t.token_ids[turn.end - 1]
-                after = codec._after_calls([call.tag for call in calls], [call.result for call in calls])
-                ending = "" if last == codec.tokenizer.eos_token_id else codec.tokenizer.eos_token
-                assert codec.tokenizer.decode(between) == ending + after
 
 
 def test_logprobs_are_those_of_the_whole_response(parts):

@@ -49,17 +49,12 @@ def test_the_first_line_of_the_metrics_says_what_the_data_is(trained):
     assert start["data/dropped"] == 0
 
 
-def test_one_rank_learns_what_two_ranks_learn(trained, world):
-    train(world, "--run.name", "alone", "--run.num_steps", "4", "--run.save_every", "0", ranks=1)
-    alone, together = read_metrics(world / "runs" / "alone"), read_metrics(trained)[:5]
-    for a, b in zip(alone[1:], together[1:], strict=True):
-        assert a["loss/nll"] == pytest.approx(b["loss/nll"], rel=1e-4)
-        assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-3)
-
-
-def test_rows_spread_over_two_ranks_teach_what_whole_rows_teach(trained, world):
-    train(world, "--run.name", "spread", "--run.num_steps", "4", "--model.context_parallel", "2")
-    for a, b in zip(read_metrics(world / "runs" / "spread")[1:], read_metrics(trained)[1:5], strict=True):
+@pytest.mark.parametrize(
+    "name, ranks, flags", [("alone", 1, ["--run.save_every", "0"]), ("spread", 2, ["--model.context_parallel", "2"])]
+)
+def test_one_rank_and_two_that_share_each_row_learn_what_two_ranks_learn(trained, world, name, ranks, flags):
+    train(world, "--run.name", name, "--run.num_steps", "4", *flags, ranks=ranks)
+    for a, b in zip(read_metrics(world / "runs" / name)[1:], read_metrics(trained)[1:5], strict=True):
         assert a["loss/nll"] == pytest.approx(b["loss/nll"], rel=1e-4)
         assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-3)
 

@@ -132,6 +132,9 @@ def test_rl_settings_are_those_of_papers_and_scripts(algorithm, model):
     assert cfg.loss.entropy_balanced_clipping == cfg.loss.entropy_balanced_advantage == (algorithm == "aepo")
     selector = {"grpo": "none"}.get(algorithm, algorithm)
     assert (cfg.branching.selector, cfg.branching.dynamic_budget) == (selector, algorithm == "aepo")
+    if algorithm == "grpo":
+        assert cfg.branching == BranchingConfig(selector="none")
+    assert not [*warnings_of(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss)]
     default = BranchingConfig()
     assert (cfg.branching.base, cfg.branching.weight) == (default.base, default.weight) == (0.5, 0.3352)
 
@@ -197,20 +200,15 @@ def test_the_real_model_fits_the_rl_config_on_eight_gpus(algorithm, model):
     assert engine - 2 * num_parameters > 8 * longest * kv_bytes  # eight full-length trajectories at the very least
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_an_evaluation_asks_as_training_did(model):
-    cfg = load_config(EvalConfig, [str(CONFIGS / f"{name}.yaml") for name in (model, "eval")])
-    assert cfg.model.enable_thinking == rl("arpo", model).model.enable_thinking
-    assert cfg.model.path == sft(model).model.path  # the model itself, where --model.path names no trained one
-    assert cfg.run.name == f"{model}-eval"
-
-
 SAMPLING = (0.6, 0.95, 15, ("python=5", "search=10"), 5)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_an_evaluation_searches_live_as_the_released_script_does(model):
+def test_an_evaluation_asks_as_training_did_and_searches_live_as_the_released_script_does(model):
     cfg = load_config(EvalConfig, [str(CONFIGS / f"{name}.yaml") for name in (model, "eval")])
+    assert cfg.model.enable_thinking == rl("arpo", model).model.enable_thinking
+    assert cfg.model.path == sft(model).model.path  # the model itself, where --model.path names no trained one
+    assert cfg.run.name == f"{model}-eval"
     rollout, search = cfg.rollout, cfg.tools.search
     calls = (rollout.max_tool_calls, rollout.max_calls_per_tool)
     assert (rollout.temperature, rollout.top_p, *calls, cfg.eval.num_samples) == SAMPLING
@@ -248,14 +246,6 @@ def test_another_search_takes_its_own_flags_only(script, flags):
         given = [token for key, value in flags.items() for token in (f"--tools.search.{key}", value)]
         search = load_config(script, [*files, *given]).tools.search
         assert vars(search).items() >= flags.items() and not search.zone
-
-
-def test_an_algorithms_file_is_its_whole_bundle():
-    for model in ("qwen2.5_7b", "qwen3_14b", "smoke"):
-        cfg = rl("aepo", model)
-        assert cfg.branching.selector == "aepo"
-        assert not [*warnings_of(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss)]
-        assert rl("grpo", model).branching == BranchingConfig(selector="none")
 
 
 BASELINES = {

@@ -133,6 +133,15 @@ def some_loss(logprobs, entropies):
     return (weights * logprobs).sum() + ((0.5 - weights) * entropies).sum()
 
 
+def assert_close_by_name(ours: dict, expected: dict, tolerance: float = 1e-5) -> None:
+    """Each of these tensors or arrays is the expected one, up to a share of its largest number, which is not 0."""
+    assert ours.keys() == expected.keys()
+    for name, values in expected.items():
+        scale = np.abs(np.asarray(values)).max()
+        assert scale > 0, name
+        np.testing.assert_allclose(ours[name], values, rtol=tolerance, atol=tolerance * scale, err_msg=str(name))
+
+
 def row_by_row(hf, rows, temperature):
     """(logprobs, entropies) of each row by itself, 0 where masked; with gradient."""
     for row in rows:

@@ -10,7 +10,6 @@ import torch
 from fake_gpu.fake_cuda import CUDA, fake_cuda
 from fake_gpu.flash_kernels import flash_kernels
 from helpers.models import build_tiny_model, random_rows
-from helpers.ranks import mesh_of_one
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -155,17 +154,8 @@ def test_gradients_of_a_token_that_many_rows_see_are_summed_exactly():
     assert gradient[0, 0, 0, 0].item() == pytest.approx(expected, rel=2**-8)
 
 
-def test_layers_share_the_masks_of_a_pass_and_passes_do_not():
-    first, second = TREE.for_one_pass(), TREE.for_one_pass()
-    heads = random_heads(9)
-    for _ in range(2):
-        attend_by_sdpa(*heads, first, **PLAIN)
-    assert set(first.masks) == {(1, None), (2, None)} and not second.masks and not TREE.masks
-    assert first.mask(1, None, heads[0]) is first.masks[1, None]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layers_share_the_masks_of_a_pass_under_fsdp2_too(tiny_model_dir, monkeypatch, dtype):
+def test_layers_share_the_masks_of_a_pass(tiny_model_dir, monkeypatch, dtype, mesh):
     """FSDP2 copies dataclasses, and what is in them, in front of each layer."""
     rows = random_rows(((6, 8), (6, 13)))
     rows[1].prompt_ids[:] = rows[0].prompt_ids
@@ -176,11 +166,10 @@ def test_layers_share_the_masks_of_a_pass_under_fsdp2_too(tiny_model_dir, monkey
         return attend(*args, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    with mesh_of_one() as mesh:
-        cfg = ModelConfig(str(tiny_model_dir), compute_dtype=dtype)
-        policy = load_policy(cfg, mesh, device=CPU)
-        assert len(policy.hf.base_model.layers) == 2
-        policy(micro)[0].sum().backward()
+    cfg = ModelConfig(str(tiny_model_dir), compute_dtype=dtype)
+    policy = load_policy(cfg, mesh, device=CPU)
+    assert len(policy.hf.base_model.layers) == 2
+    policy(micro)[0].sum().backward()
     used = [mask for mask in masks if mask is not None]
     assert len(masks) == 8 and len(used) == 4, (
         "2 rows, of which the second needs one, in 2 layers, twice with recomputing"
@@ -211,12 +200,12 @@ def sliding(tmp_path_factory):
 
 
 @pytest.mark.parametrize("cut", [collate, collate_tree], ids=["packed", "tree"])
-def test_sliding_windows_are_those_of_transformers(sliding, cut):
+def test_sliding_windows_are_those_of_transformers(sliding, cut, mesh):
     rows = random_rows(((6, 8), (6, 13)))
     rows[1].prompt_ids[:] = rows[0].prompt_ids
     micro = cut(rows, range(2))
     hf = AutoModelForCausalLM.from_pretrained(sliding, attn_implementation="sdpa", dtype=torch.float32)
-    with mesh_of_one() as mesh, torch.no_grad():
+    with torch.no_grad():
         cfg = ModelConfig(str(sliding), compute_dtype="float32", recompute_every_n_layers=0)
         logprobs, _ = load_policy(cfg, mesh, device=CPU)(micro)
         for b, row_id in enumerate(micro.row_ids):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers.family_configs import config_of, longrope, rope, some_rows
 from helpers.models import cfg_of, random_rows, row_by_row, some_loss
-from helpers.ranks import mesh_of_one
 from transformers import AutoModelForCausalLM
 
 from arpo.batch import collate
@@ -62,12 +61,6 @@ EXACT = {
     "qwen3_5_text": GATED_DELTA,
 }  # fmt: skip
 """What the published configs of these families set, but for sizes: RoPE, dropout, windows, a tied head, scales."""
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    with mesh_of_one() as mesh:
-        yield mesh
 
 
 @pytest.mark.parametrize("family", EXACT)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.models import build, build_tiny_model, cfg_of
-from helpers.ranks import mesh_of_one, run_ranks
+from helpers.ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from arpo.data.model_folder import check_model_folder
@@ -115,13 +115,15 @@ def edit_weights(folder: Path, change) -> None:
         ),
     ],
 )
-def test_weights_that_do_not_fit_the_config_are_one_line(tmp_path, change, words):
+def test_weights_that_do_not_fit_the_config_are_one_line(tmp_path, change, words, capfd, mesh):
     folder = build_tiny_model(tmp_path)
     edit_weights(folder, change)
+    capfd.readouterr()
     for load in (load_policy, load_critic):
-        with mesh_of_one() as mesh, pytest.raises(UserError, match=words) as error:
+        with pytest.raises(UserError, match=words) as error:
             load(cfg_of(folder), mesh, device=CPU)
         assert "\n" not in str(error.value) and f"model.path={folder}" in str(error.value)
+    assert capfd.readouterr() == ("", "")
 
 
 def beside(name: str, change=lambda w: w + 1, *, keep: bool = True):
@@ -154,6 +156,13 @@ def stale_index(folder: Path) -> None:
     index_of(folder, "model-00001-of-00001.safetensors")
 
 
+def indexed_beside_copies(folder: Path) -> None:
+    index_of(folder, "model-00001-of-00001.safetensors")
+    beside("consolidated.safetensors")(folder)  # around the model's name in the alphabet
+    beside("older.safetensors")(folder)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+
+
 def head(change):
     return lambda folder: edit_weights(
         folder, lambda w: w.update({"lm_head.weight": change(w["model.embed_tokens.weight"])})
@@ -173,6 +182,7 @@ FOLDERS = {  # report: (what is done to the folder, the one line; "" = loads wha
     "an index of itself and auxiliary files (mlx-swift-lm#408)": (
         lambda f: (beside("projector.safetensors")(f), index_of(f, "model.safetensors")), ""
     ),
+    "copies beside the files that an index lists": (indexed_beside_copies, ""),
     "shards without an index, beside Mistral's": (
         lambda f: (beside("consolidated.safetensors")(f), halves(f, names=SHARDS)), ""
     ),
@@ -205,18 +215,17 @@ FOLDERS = {  # report: (what is done to the folder, the one line; "" = loads wha
 
 
 @pytest.mark.parametrize("report", FOLDERS)
-def test_a_folder_of_several_files_is_the_model_that_transformers_loads_or_one_line(report, tmp_path):
+def test_a_folder_of_several_files_is_the_model_that_transformers_loads_or_one_line(report, tmp_path, mesh):
     edit, words = FOLDERS[report]
     folder = build_tiny_model(tmp_path)
     expected = load_file(folder / "model.safetensors")
     edit(folder)
-    with mesh_of_one() as mesh:
-        if words:
-            with pytest.raises(UserError, match=f"^model.path={re.escape(str(folder))}: .*{words}") as error:
-                load_policy(cfg_of(folder), mesh, device=CPU)
-            assert "\n" not in str(error.value)
-            return
-        policy = load_policy(cfg_of(folder), mesh, device=CPU)
+    if words:
+        with pytest.raises(UserError, match=f"^model.path={re.escape(str(folder))}: .*{words}") as error:
+            load_policy(cfg_of(folder), mesh, device=CPU)
+        assert "\n" not in str(error.value)
+        return
+    policy = load_policy(cfg_of(folder), mesh, device=CPU)
     found = dict(policy.hf.named_parameters())
     assert all(torch.equal(found[name].full_tensor(), weight) for name, weight in expected.items())
     assert policy.hf.lm_head.weight is policy.hf.model.embed_tokens.weight
@@ -261,34 +270,21 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_one_line(report, tmp_path)
     assert "resize_token_embeddings" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_second_copy_beside_the_files_that_the_index_lists_is_not_read(tmp_path):
-    folder = build_tiny_model(tmp_path)
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    weights = load_file(folder / "model-00001-of-00001.safetensors")
-    index = {"weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    for copy in ("consolidated", "older"):  # whatever order they come in
-        save_file({name: torch.zeros_like(w) for name, w in weights.items()}, folder / f"{copy}.safetensors")
-    with mesh_of_one() as mesh:
-        policy = load_policy(cfg_of(folder), mesh, device=CPU)
-        assert torch.equal(policy.hf.lm_head.weight.full_tensor(), weights["model.embed_tokens.weight"])
-
-
-def test_a_quantized_model_and_an_unknown_type_are_refused_by_name(tmp_path):
+def test_a_quantized_model_and_an_unknown_type_are_refused_by_name(tmp_path, mesh):
     folder = build_tiny_model(tmp_path)
     config = (folder / "config.json").read_text()
     quantized = config.replace("{", '{"quantization_config": {"quant_method": "gptq", "bits": 4},', 1)
     for text, words in ((quantized, "gptq weights cannot be trained"), ('{"model_type": "abacus"}', "abacus")):
         (folder / "config.json").write_text(text)
-        with mesh_of_one() as mesh, pytest.raises(UserError, match=words) as error:
+        with pytest.raises(UserError, match=words) as error:
             load_policy(cfg_of(folder), mesh, device=CPU)
         assert "\n" not in str(error.value)
 
 
-def test_pickled_weights_are_refused_with_the_way_out(tmp_path):
+def test_pickled_weights_are_refused_with_the_way_out(tmp_path, mesh):
     folder = build_tiny_model(tmp_path, weights=False)
     (folder / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match="save_pretrained it again"):
         check_model_folder(str(folder))
-    with mesh_of_one() as mesh, pytest.raises(UserError, match=r"no weights \(\*\.safetensors\)"):
+    with pytest.raises(UserError, match=r"no weights \(\*\.safetensors\)"):
         load_policy(cfg_of(folder), mesh, device=CPU)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.models import cfg_of, load_hf, random_rows, row_by_row, some_loss
-from helpers.ranks import mesh_of_one, ranks_of, run_ranks
+from helpers.ranks import ranks_of, run_ranks
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
@@ -58,10 +58,9 @@ def whole(policy) -> dict[str, np.ndarray]:
 # ----------------------------------------------------------------------------------------------------- what is trained
 
 
-def test_only_adapters_get_gradients_and_a_place_in_the_optimizer(tiny_model_dir):
-    with mesh_of_one() as mesh:
-        policy = load(mesh, lora_cfg(tiny_model_dir))
-        some_loss(*policy(collate(random_rows()))).backward()
+def test_only_adapters_get_gradients_and_a_place_in_the_optimizer(tiny_model_dir, mesh):
+    policy = load(mesh, lora_cfg(tiny_model_dir))
+    some_loss(*policy(collate(random_rows()))).backward()
     gradients = {name: p.grad for name, p in policy.hf.named_parameters()}
     assert all((gradient is not None) == ("lora_" in name) for name, gradient in gradients.items())
     assert all(g.full_tensor().abs().max() > 0 for g in gradients.values() if g is not None)
@@ -70,21 +69,12 @@ def test_only_adapters_get_gradients_and_a_place_in_the_optimizer(tiny_model_dir
     assert len(held) == 28
 
 
-def test_an_untrained_adapter_changes_nothing(tiny_model_dir):
+def test_an_untrained_adapter_changes_nothing(tiny_model_dir, mesh):
     micro = collate(random_rows())
-    with mesh_of_one() as mesh, torch.no_grad():
+    with torch.no_grad():
         plain = load_policy(cfg_of(tiny_model_dir), mesh, device=CPU)(micro)
         adapted_ = load(mesh, lora_cfg(tiny_model_dir), trained=False)(micro)
     assert all(torch.equal(a, b) for a, b in zip(plain, adapted_, strict=True))
-
-
-def test_a_step_moves_the_adapters_and_nothing_else(tiny_model_dir):
-    with mesh_of_one() as mesh:
-        policy = load(mesh, lora_cfg(tiny_model_dir))
-        before = {name: p.copy() for name, p in whole(policy).items()}
-        step(policy, build_optimizer(policy, OptimConfig(lr=1e-2)))
-        after = whole(policy)
-    assert all(np.array_equal(before[name], after[name]) == ("lora_" not in name) for name in before)
 
 
 def two_ranks(ranks, folder: str, dtype: str):
@@ -115,23 +105,14 @@ def test_merged_weights_give_the_logprobs_of_the_unmerged_policy(tiny_model_dir,
         torch.testing.assert_close(row[: len(expected)], expected, atol=2e-5, rtol=2e-5)
 
 
-def test_any_number_of_ranks_starts_and_steps_alike(tiny_model_dir, float32_ranks):
-    with mesh_of_one() as mesh:
-        policy = load(mesh, lora_cfg(tiny_model_dir))
-        before = {n: p.detach().full_tensor().clone() for n, p in policy.trained_parameters().items()}
-        step(policy, build_optimizer(policy, OptimConfig(lr=1e-2)))
-        after = {n: p.detach().full_tensor() for n, p in policy.trained_parameters().items()}
+def test_any_number_of_ranks_starts_and_steps_alike(tiny_model_dir, float32_ranks, mesh):
+    policy = load(mesh, lora_cfg(tiny_model_dir))
+    before = {n: p.detach().full_tensor().clone() for n, p in policy.trained_parameters().items()}
+    step(policy, build_optimizer(policy, OptimConfig(lr=1e-2)))
+    after = {n: p.detach().full_tensor() for n, p in policy.trained_parameters().items()}
     assert all(torch.equal(before[n], float32_ranks[1][2][n]) for n in before)
     moved = [(after[n] - float32_ranks[1][3][n]).abs().max() < 1e-3 for n in after]
     assert sum(moved) == len(moved)
-
-
-def test_in_bfloat16_the_base_is_kept_in_bfloat16_and_the_adapters_in_float32(tiny_model_dir):
-    with mesh_of_one() as mesh:
-        policy = load(mesh, lora_cfg(tiny_model_dir, compute_dtype="bfloat16"))
-        dtypes = {("lora_" in n, p.dtype) for n, p in policy.hf.named_parameters()}
-        step(policy, build_optimizer(policy, OptimConfig()))
-    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -154,6 +135,8 @@ def test_gradients_are_those_of_two_products(has_bias):
 def merged_in_bfloat16(ranks, folder: str) -> list[float]:
     """Per layer with adapters: the largest difference of its output from x times the weight sent to the engine."""
     policy = load(ranks.mesh, lora_cfg(folder, compute_dtype="bfloat16"))
+    dtypes = {("lora_" in name, p.dtype) for name, p in policy.hf.named_parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
     for _, module in adapted(policy.hf):  # updates of half a step of bfloat16, which rounding hides in large weights
         module.lora_B.to_local().data.mul_(1e-3)
     sent = {n: t.clone() for n, t in full_tensors(policy.hf_parameters(), dtype=torch.bfloat16, device=CPU)}
@@ -180,8 +163,8 @@ def test_in_bfloat16_the_trainer_multiplies_with_the_weights_sent_to_the_engine(
         assert differences == [0.0] * 14  # layers times targets
 
 
-def test_an_unknown_target_is_named_with_those_there_are(tiny_model_dir):
-    with mesh_of_one() as mesh, pytest.raises(UserError, match=r"targets: qkv .* down_proj, gate_proj, k_.* q_proj"):
+def test_an_unknown_target_is_named_with_those_there_are(tiny_model_dir, mesh):
+    with pytest.raises(UserError, match=r"targets: qkv .* down_proj, gate_proj, k_.* q_proj"):
         load(mesh, lora_cfg(tiny_model_dir, lora_targets=("q_proj", "qkv")))
 
 
@@ -228,8 +211,8 @@ def test_a_checkpoint_holds_adapters_only(run):
     assert all("lora_" in key for key in stored if key.startswith("optimizer."))
 
 
-def test_a_checkpoint_of_adapters_is_not_resumed_without_them(tiny_model_dir, run):
-    with mesh_of_one() as mesh, pytest.raises(UserError, match=r"model\.lora_rank") as error:
+def test_a_checkpoint_of_adapters_is_not_resumed_without_them(tiny_model_dir, run, mesh):
+    with pytest.raises(UserError, match=r"model\.lora_rank") as error:
         policy = load_policy(cfg_of(tiny_model_dir), mesh, device=CPU)
         Checkpoints(run[0] / "checkpoints", ranks_of(mesh)).resume(policy, build_optimizer(policy, OptimConfig()))
     assert "\n" not in str(error.value)
@@ -264,27 +247,25 @@ def test_the_adapter_export_is_what_peft_reads(tiny_model_dir, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_vllm_samples_from_the_merged_policy(tiny_model_dir):
+def test_vllm_samples_from_the_merged_policy(tiny_model_dir, mesh):
     from arpo.batch import Row
     from arpo.config.sections import EngineConfig
     from arpo.engine import Engine, SamplingSpec
 
     options = EngineConfig(dtype="float32", kv_cache_gib=0.03, max_num_seqs=4, max_num_batched_tokens=128)
-    with mesh_of_one() as mesh:
-        policy = load(mesh, lora_cfg(tiny_model_dir))
-        engine = Engine(str(tiny_model_dir), options, max_model_len=128, seed=0, load_weights=False)
-        engine.sync_weights(policy.hf_parameters())
-        prompt, tokens, sampled = np.arange(40, 60), [], []
-        engine.submit("a", prompt.tolist(), SamplingSpec(max_tokens=12, seed=1))
-        while engine.num_running:
-            for chunk in engine.step():
-                tokens += chunk.token_ids
-                sampled += chunk.logprobs
-        engine.close()
-        with torch.no_grad():
-            logprobs, _ = policy(collate([Row(prompt, np.array(tokens), np.ones(len(tokens), np.int64))]))
-            plain, _ = load_policy(cfg_of(tiny_model_dir), mesh, device=CPU)(
-                collate([Row(prompt, np.array(tokens), np.ones(len(tokens), np.int64))])
-            )
+    policy = load(mesh, lora_cfg(tiny_model_dir))
+    engine = Engine(str(tiny_model_dir), options, max_model_len=128, seed=0, load_weights=False)
+    engine.sync_weights(policy.hf_parameters())
+    prompt, tokens, sampled = np.arange(40, 60), [], []
+    engine.submit("a", prompt.tolist(), SamplingSpec(max_tokens=12, seed=1))
+    while engine.num_running:
+        for chunk in engine.step():
+            tokens += chunk.token_ids
+            sampled += chunk.logprobs
+    engine.close()
+    with torch.no_grad():
+        micro = collate([Row(prompt, np.array(tokens), np.ones(len(tokens), np.int64))])
+        logprobs, _ = policy(micro)
+        plain, _ = load_policy(cfg_of(tiny_model_dir), mesh, device=CPU)(micro)
     torch.testing.assert_close(torch.tensor(sampled), logprobs[0], atol=1e-4, rtol=1e-4)
     assert (plain - logprobs).abs().max() > 0.05, "the adapters must count for something"

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.models import cfg_of, random_rows
-from helpers.ranks import mesh_of_one, ranks_of, run_ranks
+from helpers.ranks import ranks_of, run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -64,12 +64,6 @@ def test_only_matrices_are_decayed():
     assert values == pytest.approx({"0.weight": 0.95, "1.weight": 0.95, "1.bias": 1.0, "2.weight": 1.0, "2.bias": 1.0})
 
 
-def test_frozen_parameters_are_left_out():
-    model = nn.Linear(2, 2)
-    model.bias.requires_grad_(False)
-    assert [len(group["params"]) for group in build_optimizer(model, OptimConfig()).param_groups] == [1, 0]
-
-
 def steps(policy, optimizer, count: int) -> dict[str, torch.Tensor]:
     """The whole parameters after `count` optimizer steps."""
     for _ in range(count):
@@ -88,34 +82,31 @@ def described(optimizer) -> list[dict]:
 
 
 def test_it_is_fused_and_steps_sharded_parameters_like_the_plain_one_and_reads_its_checkpoints(
-    tiny_model_dir, tmp_path
+    tiny_model_dir, tmp_path, mesh
 ):
     """The fused kernel of the CPU here, under real FSDP2; a GPU has its own behind the same interface. Checkpoints of
     CPU runs before 2026-11-27 are plain ones."""
     outcomes, kinds = {}, {}
-    with mesh_of_one() as mesh:
 
-        def load(fused: bool):
-            policy = load_policy(cfg_of(tiny_model_dir), mesh, device=torch.device("cpu"))
-            optimizer = build_optimizer(policy, OptimConfig(lr=1e-2, weight_decay=0.1))
-            assert all(group["fused"] for group in optimizer.param_groups)
-            if not fused:
-                groups = [
-                    {name: group[name] for name in ("params", "weight_decay")} for group in optimizer.param_groups
-                ]
-                optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=optimizer.defaults["betas"])
-            return policy, optimizer
+    def load(fused: bool):
+        policy = load_policy(cfg_of(tiny_model_dir), mesh, device=torch.device("cpu"))
+        optimizer = build_optimizer(policy, OptimConfig(lr=1e-2, weight_decay=0.1))
+        assert all(group["fused"] for group in optimizer.param_groups)
+        if not fused:
+            groups = [{name: group[name] for name in ("params", "weight_decay")} for group in optimizer.param_groups]
+            optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=optimizer.defaults["betas"])
+        return policy, optimizer
 
-        for fused in (False, True):
-            policy, optimizer = load(fused)
-            steps(policy, optimizer, 2)
-            Checkpoints(tmp_path / str(fused), ranks_of(mesh)).write(2, snapshot(policy, optimizer))
-            outcomes["fused" if fused else "plain"] = steps(policy, optimizer, 1)
-            kinds[fused] = described(optimizer)
-        for fused in (False, True):
-            policy, optimizer = load(fused)
-            assert Checkpoints(tmp_path / str(not fused), ranks_of(mesh)).resume(policy, optimizer) == 2
-            outcomes[f"resumed as {fused}"] = steps(policy, optimizer, 1)
+    for fused in (False, True):
+        policy, optimizer = load(fused)
+        steps(policy, optimizer, 2)
+        Checkpoints(tmp_path / str(fused), ranks_of(mesh)).write(2, snapshot(policy, optimizer))
+        outcomes["fused" if fused else "plain"] = steps(policy, optimizer, 1)
+        kinds[fused] = described(optimizer)
+    for fused in (False, True):
+        policy, optimizer = load(fused)
+        assert Checkpoints(tmp_path / str(not fused), ranks_of(mesh)).resume(policy, optimizer) == 2
+        outcomes[f"resumed as {fused}"] = steps(policy, optimizer, 1)
     assert kinds[False] == kinds[True]
     for outcome in outcomes.values():
         for name, parameter in outcomes["plain"].items():
@@ -185,15 +176,8 @@ def test_between_steps_the_moments_are_those_of_the_host_and_in_a_step_they_are_
         assert all(optimizer.state[p][name] is held[p][name] and held[p][name].any() for name in MOMENTS)
 
 
-POISONS = (1.0, math.inf, math.nan)
-
-
-def clip_on_a_rank(ranks) -> list[tuple[float | str, float, bool]]:
-    """Per poison: (norm or error, norm after clipping, are the parameters as before?); rank 1 alone is poisoned."""
-    return [clip_with(ranks, poison) for poison in POISONS]
-
-
-def clip_with(ranks, poison: float) -> tuple[float | str, float, bool]:
+def clip_on_a_rank(ranks, poison: float) -> tuple[float | str, float, bool]:
+    """(norm or error, norm after clipping, are the parameters as before?); rank 1 alone is poisoned."""
     model = little_model()
     fully_shard(model, mesh=ranks.mesh)
     before = [p.detach().full_tensor() for p in model.parameters()]
@@ -225,26 +209,19 @@ def test_a_norm_of_zero_clips_nothing(off):
     assert norm > 1 and all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))
 
 
-@pytest.fixture(scope="module")
-def clipped():
-    """[rank][poison]"""
-    return run_ranks(2, clip_on_a_rank)
-
-
-def test_clipping_uses_the_global_norm_on_every_rank(clipped):
+def test_clipping_uses_the_global_norm_on_every_rank():
     model = little_model()
     (model(torch.ones(2, 3)).sum() * 3).backward()  # both ranks have this batch, and FSDP averages
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
     assert expected > 1
-    for rank in clipped:
-        norm, after, _ = rank[0]
+    for norm, after, _ in run_ranks(2, clip_on_a_rank, 1.0):
         assert norm == pytest.approx(expected, rel=1e-6) and after == pytest.approx(0.5, rel=1e-4)
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_stops_every_rank_before_the_step(clipped):
-    for rank in clipped:
-        for result, _, same in rank[1:]:
-            assert "gradient norm is" in str(result) and same
+@pytest.mark.parametrize("poison", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_every_rank_before_the_step(poison):
+    for result, _, same in run_ranks(2, clip_on_a_rank, poison):
+        assert "gradient norm is" in str(result) and same
 
 
 def test_moments_are_there_before_the_first_step_and_change_none_of_its_digits():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers.family_configs import config_of, longrope, rope, some_rows
 from helpers.models import build_tiny_tokenizer, cfg_of, load_hf, row_by_row
-from helpers.ranks import mesh_of_one
 from transformers import AutoModelForCausalLM
 
 from arpo.batch import Row, collate
@@ -36,12 +35,6 @@ ROPE = {  # name: (family, what its config sets, max_model_len; 0: not said)
     "llama dynamic, beyond its positions": ("llama", SHORT | rope("dynamic", 1e4, factor=4.0), 0),
     "hunyuan, beyond its positions": ("hunyuan_v1_dense", SHORT | ALPHA, 0),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    with mesh_of_one() as mesh:
-        yield mesh
 
 
 def saved(folder: Path, family: str, changes: dict) -> Path:

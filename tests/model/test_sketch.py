@@ -3,15 +3,15 @@
 import pytest
 import torch
 from helpers.models import build_tiny_model, cfg_of, load_hf
-from helpers.ranks import mesh_of_one, ranks_of
-from helpers.updates import filled
+from helpers.ranks import ranks_of
+from helpers.updates import filled, take_step
 
 from arpo.batch import row_of
 from arpo.model import load_policy
 from arpo.model.head import scored_logprobs, token_logprobs
 from arpo.model.sketch import GradientSketch
 from arpo.options import LossConfig
-from arpo.update import step_sketches, update_policy
+from arpo.update import step_sketches
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.9
@@ -32,30 +32,20 @@ def projected_gradient(hf, row, advantages, sketch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", ["packed", "tree"])
-def test_a_sketch_is_the_projected_gradient_of_its_row_and_changes_no_weight(tmp_path, layout):
+def test_a_sketch_is_the_projected_gradient_of_its_row_and_changes_no_weight(tmp_path, layout, mesh):
     folder = build_tiny_model(tmp_path / "model")
     hf = load_hf(folder)
     sketch = GradientSketch(hf.config.hidden_size, CPU)
     weights = []
-    with mesh_of_one() as mesh:
-        ranks = ranks_of(mesh)
-        for of_policy in (None, sketch):
-            policy = load_policy(cfg_of(folder), mesh, device=CPU)
-            minibatch, _ = filled(ranks, policy, policy, "ppo, token_mean", 64, 1, layout)
-            policy.sketch = of_policy
-            optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-            update_policy(
-                policy,
-                optimizer,
-                minibatch.micros,
-                LossConfig(),
-                temperature=TEMPERATURE,
-                max_grad_norm=1e9,
-                ranks=ranks,
-                is_first=True,
-            )
-            weights.append([p.full_tensor().clone() for p in policy.parameters()])
-        [sketched] = step_sketches(policy, [minibatch], ranks)
+    ranks = ranks_of(mesh)
+    for of_policy in (None, sketch):
+        policy = load_policy(cfg_of(folder), mesh, device=CPU)
+        minibatch, _ = filled(ranks, policy, policy, "ppo, token_mean", 64, 1, layout)
+        policy.sketch = of_policy
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+        take_step(policy, optimizer, minibatch, LossConfig(), ranks, is_first=True)
+        weights.append([p.full_tensor().clone() for p in policy.parameters()])
+    [sketched] = step_sketches(policy, [minibatch], ranks)
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     assert set(sketched.rows) == set(range(6))
     for row_id, (group, trajectory) in enumerate(sketched.trajectories):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.models import build_tiny_tokenizer, cfg_of, row_by_row
-from helpers.ranks import mesh_of_one
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
@@ -31,12 +30,6 @@ SPECIAL = {name: 370 for name in ("image_token_id", "video_token_id", "vision_st
 ROWS = [
     Row(np.arange(3, 9), np.array(response), np.ones(len(response), np.int64)) for response in ([9, 10, 11], [9, 5])
 ]
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    with mesh_of_one() as mesh:
-        yield mesh
 
 
 @pytest.fixture(scope="module")

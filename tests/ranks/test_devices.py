@@ -45,19 +45,18 @@ def machine(monkeypatch, tmp_path):
     return pretend
 
 
-@pytest.mark.parametrize("kind", REPORTED)
-def test_a_gpu_that_torch_cannot_use_is_an_error_that_names_both_versions_and_cudas_reason(machine, kind):
-    machine(in_proc=REPORTED[kind], num_files=8)
-    found = "570.86.15" if kind == "proprietary" else "575.57.08"
-    with pytest.raises(
-        UserError, match=rf"built for CUDA 13.0, but finds no GPU .* driver {found} is there \(.+\); update the driver"
-    ):
-        devices.check_devices()
-
-
-def test_the_driver_is_also_known_by_nvidia_smi_alone(machine):
-    machine(cuda="12.8", smi="echo 470.256.02; echo 470.256.02")
-    with pytest.raises(UserError, match=r"CUDA 12.8, but finds no GPU .* though NVIDIA driver 470.256.02 is there"):
+@pytest.mark.parametrize(
+    "here, cuda, driver",
+    [
+        ({"in_proc": REPORTED["proprietary"], "num_files": 8}, "13.0", "570.86.15"),
+        ({"in_proc": REPORTED["open"], "num_files": 8}, "13.0", "575.57.08"),
+        ({"smi": "echo 470.256.02; echo 470.256.02"}, "12.8", "470.256.02"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_an_error_that_names_both_versions_and_cudas_reason(machine, here, cuda, driver):
+    machine(cuda=cuda, **here)
+    said = rf"built for CUDA {cuda}, but finds no GPU .* NVIDIA driver {driver} is there \(.+\); update the driver"
+    with pytest.raises(UserError, match=said):
         devices.check_devices()
 
 

@@ -1,4 +1,4 @@
-"""Real gloo ranks; every mini-batch is run on world sizes 1 and 2, and must give the same step."""
+"""Real gloo ranks: every mini-batch gives the same step on any number of them, however they share the model."""
 
 import logging
 import os
@@ -16,18 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.forked import in_processes
-from helpers.losses import loss_of
-from helpers.models import build_tiny_model
+from helpers.models import assert_close_by_name, build_tiny_model, cfg_of, random_rows
 from helpers.processes import is_running
 from helpers.ranks import PATIENCE_S, ROOT, mesh_of_one, run_ranks
+from safetensors.numpy import load_file
 from torch.distributed.tensor import DTensor
 
-from arpo.batch import Row, microbatches
+from arpo.batch import microbatches
 from arpo.config.sections import ModelConfig, OptimConfig
 from arpo.engine.team import form_team
 from arpo.engine.weight_sync import full_tensors
 from arpo.errors import UserError
-from arpo.losses import AGGREGATIONS, loss_denominator, mean_and_std, token_moments
 from arpo.metrics import Metrics
 from arpo.model import load_policy
 from arpo.model.optim import build_optimizer, clip_grad_norm
@@ -40,177 +39,114 @@ from arpo.ranks.ranks import Timers, _log_once_per_node, make_group, make_mesh
 # (prompt, response) lengths: nothing divides evenly, one row fills a micro-batch
 # nearly alone. Of one row, the second of two ranks has nothing but an empty micro-batch.
 MINIBATCHES = {
-    "unequal": [(3, 40), (5, 9), (1, 4), (7, 13), (3, 1), (2, 30), (6, 6)],
-    "one row": [(4, 20)],
-    "several each": [(4, 30 + n) for n in range(9)],  # of four ranks
+    "unequal": ((3, 40), (5, 9), (1, 4), (7, 13), (3, 1), (2, 30), (6, 6)),
+    "one row": ((4, 20),),
+    "several each": tuple((4, 30 + n) for n in range(9)),  # of four ranks
 }
 MAX_TOKENS = 44
 
 
-def make_rows(lengths) -> list[Row]:
-    rng = np.random.default_rng(0)
-    rows = []
-    for num_prompt, num_response in lengths:
-        mask = (rng.random(num_response) < 0.7).astype(np.int64)
-        mask[0] = 1
-        logprobs = (-6 + rng.normal(size=num_response)).astype(np.float32)
-        rows.append(
-            Row(
-                rng.integers(0, 380, num_prompt),
-                rng.integers(0, 380, num_response),
-                mask,
-                rollout_logprobs=logprobs,
-            )
-        )
-    return rows
+def steps(ranks, folder: str, **settings) -> dict[str, dict]:
+    """One optimizer step per mini-batch, each from the same start."""
+    return {name: step(ranks, folder, lengths, **settings) for name, lengths in MINIBATCHES.items()}
 
 
-CASES = [f"{name}, {aggregation}" for name in MINIBATCHES for aggregation in AGGREGATIONS]
-OF_COPIES = [f"{name}, token_mean" for name in MINIBATCHES]
-"""The cases where what differs is how gradients are exchanged, whatever the loss."""
-
-
-def steps(ranks, folder: str, cases: list[str], **settings) -> dict[str, dict]:
-    """One optimizer step per case, each from the same start."""
-    found = {}
-    for case in cases:
-        name, aggregation = case.split(", ")
-        found[case] = step(ranks, folder, MINIBATCHES[name], aggregation, **settings)
-    return found
-
-
-def step(ranks, folder: str, lengths, aggregation: str, **settings) -> dict:
-    cfg = ModelConfig(folder, compute_dtype="float32", recompute_every_n_layers=1, **settings)
+def step(ranks, folder: str, lengths, **settings) -> dict:
+    """The losses of arpo/losses.py: tests/test_update.py."""
+    cfg = cfg_of(folder, recompute_every_n_layers=1, **settings)
     policy = load_policy(cfg, ranks.mesh, device=ranks.device)
-    policy.head_chunk_tokens = 16
     optimizer = build_optimizer(policy, OptimConfig(lr=1e-2, weight_decay=0.1))
-    micros = microbatches(make_rows(lengths), ranks.rank, ranks.world_size, MAX_TOKENS)
-    values = np.random.default_rng(1).normal(size=len(lengths))
-    advantages = [np.full(num_response, a) for (_, num_response), a in zip(lengths, values, strict=True)]
-    [count] = ranks.all_reduce_sum(float(sum(loss_denominator(m.loss_mask, aggregation) for m in micros)))
-    moments = torch.zeros(3, dtype=torch.float64)
-    for micro in micros:
-        with torch.no_grad():
-            _, micro.old_entropies = policy(micro)
-        moments += token_moments(micro.at_loss_tokens(micro.old_entropies))
-    statistics = mean_and_std(torch.tensor(ranks.all_reduce_sum(*moments.tolist()), dtype=torch.float64))
-    metrics, num_exchanges, num_gathered = Metrics(), 0, 0
+    micros = microbatches(random_rows(lengths), ranks.rank, ranks.world_size, MAX_TOKENS)
+    num_exchanges, num_kept, num_gathered = 0, 0, 0
+    up = policy.hf.model.layers[0].mlp.up_proj
     for micro in accumulating(policy, micros):
         logprobs, entropies = policy(micro)
-        loss, loss_metrics = loss_of(
-            logprobs,
-            micro.rollout_logprobs,  # far from on-policy, so that the clip bites
-            micro.rows_to_tensor(
-                [np.full(num_response, a) for (_, num_response), a in zip(lengths, advantages, strict=True)]
-            ),
-            micro.loss_mask,
-            entropy=entropies,
-            entropy_balanced_advantage=True,
-            entropy_balanced_clipping=True,
-            entropy_statistics=statistics,
-            aggregation=aggregation,
-            denominator=count,
-        )
+        weights = torch.sin(micro.targets.float())  # every token counts, each differently
+        loss = (weights * logprobs + (1 - weights) * entropies).sum()
+        num_kept += not isinstance(up.weight, DTensor)
         (loss * ranks.world_size).backward()
         num_exchanges += any(isinstance(parameter.grad, DTensor) for parameter in policy.parameters())
-        num_gathered += not isinstance(policy.hf.model.layers[0].mlp.up_proj.weight, DTensor)
-        metrics.sum("loss", loss.item())
-        metrics.merge(loss_metrics)
-    metrics.mean("grad_norm", clip_grad_norm(policy, 1e9))
+        num_gathered += not isinstance(up.weight, DTensor)
+    norm = clip_grad_norm(policy, 1e9)
     gradients = {name: p.grad.full_tensor().numpy() for name, p in policy.hf_parameters()}
     optimizer.step()
-    parameters = {name: p.detach().full_tensor().numpy() for name, p in policy.hf_parameters()}
     return {
         "num_micros": len(micros),
         "num_exchanges": num_exchanges,
-        "num_gathered": num_gathered,
+        "num_kept": num_kept,  # layers for the backward pass
+        "num_gathered": num_gathered,  # between two micro-batches
         "num_empty": sum(not micro.row_ids for micro in micros),
-        "metrics": ranks.reduce_metrics(metrics).values(),
+        "grad_norm": norm,
         "gradients": gradients,
-        "parameters": parameters,
+        "parameters": {name: p.detach().full_tensor().numpy() for name, p in policy.hf_parameters()},
     }
 
 
 @pytest.fixture(scope="module")
-def outcomes(tiny_model_dir):
-    """world size -> [rank][mini-batch, aggregation]"""
-    return {world_size: run_ranks(world_size, steps, str(tiny_model_dir), CASES) for world_size in (1, 2)}
+def alone(tiny_model_dir) -> dict[str, dict]:
+    """The steps of one rank, by mini-batch."""
+    return run_ranks(1, steps, str(tiny_model_dir))[0]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_do_not_depend_on_the_world_size(outcomes, case):
-    [alone], pair = outcomes[1], outcomes[2]
-    for rank in pair:
-        assert rank[case]["metrics"] == pytest.approx(alone[case]["metrics"], rel=1e-5)
-        for name, gradient in alone[case]["gradients"].items():
-            scale = np.abs(gradient).max()
-            assert scale > 0
-            np.testing.assert_allclose(rank[case]["gradients"][name], gradient, rtol=1e-5, atol=1e-5 * scale)
+def assert_same_steps(ours: dict[str, dict], alone: dict[str, dict]) -> None:
+    """The same gradients, and parameters after the step.
 
-
-@pytest.mark.parametrize("case", CASES)
-def test_one_optimizer_step_gives_the_same_parameters_on_any_world_size(outcomes, case):
-    """AdamW's first step is lr * sign(gradient) where |gradient| >> eps: what is nearly 0 may round either way."""
-    [alone], pair = outcomes[1], outcomes[2]
-    for name, expected in alone[case]["parameters"].items():
-        for rank in pair:
-            clear = np.abs(alone[case]["gradients"][name]) > 1e-6
+    AdamW's first step is lr * sign(gradient) where |gradient| >> eps: what is nearly 0 may round either way.
+    """
+    for case, expected in alone.items():
+        assert ours[case]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert_close_by_name(ours[case]["gradients"], expected["gradients"])
+        for name, gradient in expected["gradients"].items():
+            clear = np.abs(gradient) > 1e-5 * np.abs(gradient).max() + 1e-6
             assert clear.mean() > 0.2, name
-            ours = rank[case]["parameters"][name]
-            np.testing.assert_allclose(ours[clear], expected[clear], rtol=1e-5, atol=1e-6)
+            of_step, expected_of_step = (found["parameters"][name][clear] for found in (ours[case], expected))
+            np.testing.assert_allclose(of_step, expected_of_step, rtol=1e-5, atol=1e-6)
+
+
+def test_two_ranks_take_the_step_of_one_and_reduce_each_micro_batch(alone, tiny_model_dir):
+    """Gradients of whole layers would take the memory that the sharding saves."""
+    pair = run_ranks(2, steps, str(tiny_model_dir))
+    for by_case in pair:
+        assert_same_steps(by_case, alone)
+        assert all(found["num_exchanges"] == found["num_micros"] for found in by_case.values())
+        assert alone["unequal"]["num_micros"] > by_case["unequal"]["num_micros"] > 1
+    assert [by_case["one row"]["num_empty"] for by_case in pair] == [0, 1]
 
 
 def hybrid_steps(ranks, folder: str) -> tuple[list[str], dict[str, dict], dict[str, np.ndarray]]:
-    """The cases on two copies of the model of two ranks each; and its weights as a weight sync gathers them."""
+    """The steps on two copies of the model of two ranks each; and its weights as a weight sync gathers them."""
     ranks = replace(ranks, mesh=make_mesh("cpu", ranks.world_size, 2))
     policy = load_policy(ModelConfig(folder, compute_dtype="float32"), ranks.mesh, device=ranks.device)
     weights = full_tensors(policy.hf_parameters(), dtype=torch.float32, device=ranks.device)
     names = [f"{name} of {size}" for name, size in zip(ranks.mesh.mesh_dim_names, ranks.mesh.shape, strict=True)]
-    return names, steps(ranks, folder, OF_COPIES), {name: tensor.numpy() for name, tensor in weights}
+    return names, steps(ranks, folder), {name: tensor.numpy() for name, tensor in weights}
 
 
-def test_two_copies_of_two_ranks_learn_what_one_rank_learns(outcomes, tiny_model_dir):
-    from safetensors.numpy import load_file
-
-    [alone], stored = outcomes[1], load_file(tiny_model_dir / "model.safetensors")
+def test_two_copies_of_two_ranks_learn_what_one_rank_learns(alone, tiny_model_dir):
+    stored = load_file(tiny_model_dir / "model.safetensors")
     for names, by_case, weights in run_ranks(4, hybrid_steps, str(tiny_model_dir)):
         assert names == ["replicate of 2", "shard of 2"]
-        assert all(by_case[case]["num_exchanges"] == 1 for case in OF_COPIES)
-        assert any(by_case[case]["num_micros"] > 1 for case in OF_COPIES)
         assert weights.keys() == stored.keys() and all(np.array_equal(weights[n], stored[n]) for n in stored)
-        for case in OF_COPIES:
-            assert by_case[case]["metrics"] == pytest.approx(alone[case]["metrics"], rel=1e-5)
-            for name, gradient in alone[case]["gradients"].items():
-                scale = np.abs(gradient).max()
-                np.testing.assert_allclose(by_case[case]["gradients"][name], gradient, rtol=1e-5, atol=1e-5 * scale)
+        assert_same_steps(by_case, alone)
+        assert all(found["num_exchanges"] == 1 for found in by_case.values())
+        assert any(found["num_micros"] > 1 for found in by_case.values())
 
 
 def whole_steps(ranks, folder: str, reshards: bool) -> dict[str, dict]:
-    """The cases on ranks of which each has the whole model."""
+    """The steps of ranks of which each has the whole model."""
     mesh = make_mesh("cpu", ranks.world_size, 1)
-    return steps(replace(ranks, mesh=mesh), folder, OF_COPIES, shard_size=1, reshard_after_forward=reshards)
+    return steps(replace(ranks, mesh=mesh), folder, shard_size=1, reshard_after_forward=reshards)
 
 
 @pytest.mark.parametrize("reshards", [True, False])
-def test_ranks_with_the_whole_model_exchange_gradients_once_a_step_and_learn_the_same(
-    outcomes, tiny_model_dir, reshards
-):
-    [alone] = outcomes[1]
+def test_ranks_with_the_whole_model_exchange_gradients_once_a_step_and_learn_the_same(alone, tiny_model_dir, reshards):
     for by_case in run_ranks(2, whole_steps, str(tiny_model_dir), reshards):
-        assert all(by_case[case]["num_exchanges"] == 1 for case in OF_COPIES)
-        assert any(by_case[case]["num_micros"] > 1 for case in OF_COPIES)
-        for case in OF_COPIES:  # between two micro-batches
-            assert by_case[case]["num_gathered"] == (0 if reshards else by_case[case]["num_micros"] - 1)
-        for case in OF_COPIES:
-            assert by_case[case]["metrics"] == pytest.approx(alone[case]["metrics"], rel=1e-5)
-            for name, gradient in alone[case]["gradients"].items():
-                scale = np.abs(gradient).max()
-                np.testing.assert_allclose(by_case[case]["gradients"][name], gradient, rtol=1e-5, atol=1e-5 * scale)
-
-
-def test_ranks_that_share_a_model_reduce_each_micro_batch(outcomes):
-    """Gradients of whole layers would take the memory that the sharding saves."""
-    assert all(rank[case]["num_exchanges"] == rank[case]["num_micros"] for rank in outcomes[2] for case in CASES)
+        assert_same_steps(by_case, alone)
+        assert any(found["num_micros"] > 1 for found in by_case.values())
+        for found in by_case.values():
+            assert found["num_exchanges"] == 1
+            assert found["num_kept"] == (0 if reshards else found["num_micros"])
+            assert found["num_gathered"] == (0 if reshards else found["num_micros"] - 1)
 
 
 def limits_of_groups(ranks) -> list[float]:
@@ -263,13 +199,6 @@ def test_a_shard_size_that_does_not_divide_the_ranks_is_refused():
         make_mesh("cpu", 4, 3)
 
 
-def test_the_cases_are_as_uneven_as_they_claim(outcomes):
-    [alone], pair = outcomes[1], outcomes[2]
-    unequal, single = (f"{name}, token_mean" for name in ("unequal", "one row"))
-    assert alone[unequal]["num_micros"] > pair[0][unequal]["num_micros"] == pair[1][unequal]["num_micros"] > 1
-    assert pair[0][single]["num_empty"] == 0 and pair[1][single]["num_empty"] == 1
-
-
 def helpers(ranks) -> dict:
     metrics = Metrics()
     metrics.mean("mean", 1.0 + ranks.rank, weight=1 + 2 * ranks.rank)
@@ -298,36 +227,17 @@ def helpers(ranks) -> dict:
     }
 
 
-@pytest.fixture(scope="module")
-def helped():
-    return run_ranks(3, helpers)
-
-
-def test_sums_are_in_float64_and_equal_on_every_rank(helped):
-    assert [rank["sum"] for rank in helped] == [[pytest.approx(0.3, abs=1e-15), 3.0, 3 * 2.0**53]] * 3
-
-
-def test_every_rank_sees_all_objects_in_rank_order(helped):
-    expected = [{"rank": 0, "text": ""}, {"rank": 1, "text": "é"}, {"rank": 2, "text": "éé"}]
-    assert [rank["objects"] for rank in helped] == [expected] * 3
-
-
-def test_what_one_rank_cannot_make_is_the_same_error_on_all(helped):
-    assert [rank["problem"] for rank in helped] == ["no service on rank 1"] * 3
-    assert [rank["made"] for rank in helped] == [10, 11, 12]
-
-
-def test_metrics_of_all_ranks_are_merged_by_their_declared_reduction(helped):
-    expected = {"mean": (1 * 1 + 2 * 3 + 3 * 5) / 9, "sum": 33.0, "max": -3.0, "only rank 1": 7.0}
-    assert all(rank["metrics"] == pytest.approx(expected) for rank in helped)
-
-
-def test_one_rank_is_main_and_the_mesh_has_all(helped):
-    assert [rank["is_main"] for rank in helped] == [True, False, False]
-    assert all(rank["mesh"] == (3, ("dp",)) for rank in helped)
-
-
-def test_seeds_differ_between_ranks_and_repeat(helped):
+def test_ranks_agree_on_sums_objects_errors_and_metrics_and_differ_in_their_draws():
+    """Sums are in float64."""
+    objects = [{"rank": 0, "text": ""}, {"rank": 1, "text": "é"}, {"rank": 2, "text": "éé"}]
+    metrics = {"mean": (1 * 1 + 2 * 3 + 3 * 5) / 9, "sum": 33.0, "max": -3.0, "only rank 1": 7.0}
+    helped = run_ranks(3, helpers)
+    for number, rank in enumerate(helped):
+        assert rank["sum"] == [pytest.approx(0.3, abs=1e-15), 3.0, 3 * 2.0**53]
+        assert rank["objects"] == objects
+        assert rank["problem"] == "no service on rank 1" and rank["made"] == 10 + number
+        assert rank["metrics"] == pytest.approx(metrics)
+        assert rank["is_main"] == (number == 0) and rank["mesh"] == (3, ("dp",))
     draws = [rank["draws"] for rank in helped]
     assert len(set(draws)) == 3
     seed_everything(6)
