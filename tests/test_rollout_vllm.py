@@ -116,6 +116,9 @@ def test_masked_tokens_are_exactly_the_results_that_were_read(parts):
 
 def test_children_start_where_the_tool_result_of_their_parent_ends(parts):
     assert_children_fork_behind_results(parts[1])
+    for group in parts[1]:
+        by_id = {t.trajectory_id: t for t in group.trajectories}
+        assert all(t.token_ids != by_id[t.parent_id].token_ids for t in group.trajectories if t.parent_id is not None)
 
 
 def test_the_same_seed_gives_the_same_trees_whatever_the_tool_latencies(parts):
