@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,21 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.files import read_jsonl, write_jsonl
-from helpers.models import build_tiny_model
 from helpers.ranks import ROOT, try_script
 
 from arpo.errors import UserError
 from arpo.start.load import load_config
 from extras.ablation import runs as ablation
 from extras.ablation.config import ALGORITHMS, AblationConfig
-from extras.ablation.results import (
-    RunResult,
-    algorithms_table,
-    compare_algorithms,
-    estimate,
-    estimate_share,
-    read_run,
-)
+from extras.ablation.results import RunResult, algorithms_table, compare_algorithms, estimate, estimate_share, read_run
 
 TRAIN = """
 run: {save_every: 0}
@@ -46,14 +39,14 @@ tools: {names: [search], search: {backend: local, corpus: @DIR@/corpus.jsonl, mo
 
 
 @pytest.fixture
-def config(tmp_path) -> Path:
+def config(tmp_path, tiny_model_dir) -> Path:
     """A folder with everything an ablation of a tiny model needs; returns its config file."""
-    build_tiny_model(tmp_path / "model")
+    shutil.copytree(tiny_model_dir, tmp_path / "model")
     rows = [{"prompt": f"say e {i}", "answer": "e", "data_source": "toy"} for i in range(4)]
     write_jsonl(tmp_path / "train.jsonl", rows)
     (tmp_path / "corpus.jsonl").write_text('{"title": "e", "text": "eeee"}\n')
-    (tmp_path / "train.yaml").write_text(TRAIN.replace("@DIR@", str(tmp_path)))
-    (tmp_path / "eval.yaml").write_text(EVAL.replace("@DIR@", str(tmp_path)))
+    for name, settings in {"train": TRAIN, "eval": EVAL}.items():
+        (tmp_path / f"{name}.yaml").write_text(settings.replace("@DIR@", str(tmp_path)))
     path = tmp_path / "ablation.yaml"
     path.write_text(
         f"run: {{name: ab, dir: {tmp_path}}}\nablation:\n  train: {tmp_path}/train.yaml\n  eval: {tmp_path}/eval.yaml\n"

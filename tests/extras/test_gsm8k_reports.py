@@ -36,15 +36,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", RIGHT)
-def test_a_right_answer_counts_in_every_form_that_was_reported(case):
-    assert score(RIGHT[case], ["18"], "gsm8k", form="hermes", tools=()).parts["accuracy"] == 1
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_an_answer_that_is_not_in_the_last_box_does_not_count(case):
+@pytest.mark.parametrize("case", [*RIGHT, *WRONG])
+def test_a_right_answer_counts_in_every_form_that_was_reported_if_it_is_in_the_last_box(case):
     """docs/training.md says so: the score of step 0 is partly one of format."""
-    assert score(WRONG[case], ["18"], "gsm8k", form="hermes", tools=()).parts["accuracy"] == 0
+    parts = score((RIGHT | WRONG)[case], ["18"], "gsm8k", form="hermes", tools=()).parts
+    assert parts["accuracy"] == (case in RIGHT)
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not here")

@@ -3,13 +3,12 @@ its deadline."""
 
 import gc
 import json
-import time
-from collections.abc import Callable
 
 import pytest
 from helpers.eval_records import reply
 from helpers.judge_server import judges_by_prediction
 from helpers.models import build_tiny_tokenizer
+from helpers.processes import wait_for
 from helpers.web_service import WebService, never, says
 
 from arpo.config.rewards import TrainingRewardConfig
@@ -78,13 +77,6 @@ def values_of(judge: JudgeReward, *groups: Group) -> list[float | None]:
     return [value for value, _ in collected(judge, *groups)]
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENT_S
-    while not is_so() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert is_so()
-
-
 def test_right_and_wrong_answers_are_told_apart_and_each_is_asked_about_once_in_all_steps_and_runs(make_judge, service):
     first, second = make_judge(), make_judge()
     assert values_of(first, group("a", "4", "5", "5", ""), group("b", "4")) == [1.0, 0.0, 0.0, 0.0, 1.0]
@@ -99,7 +91,7 @@ def test_it_works_while_the_rollout_of_others_goes_on_and_asks_once_about_a_grou
     """As carried ones are: of the step's own groups alone it is known what they are."""
     judge, later = make_judge(), group("a", "4")
     judge.begin(later)
-    wait_until(lambda: len(service.requests) == 2)  # though nobody has waited for it yet
+    wait_for(lambda: len(service.requests) == 2)  # though nobody has waited for it yet
     assert values_of(judge, group("b", "5")) == [0.0] and values_of(judge, later) == [1.0]
     assert len(service.requests) == 1 + 2
 
@@ -132,7 +124,7 @@ def test_what_is_under_way_at_the_end_is_broken_off_without_a_word(make_judge, s
     judge = make_judge(max_concurrent=2)
     service.then(never)
     judge.begin(group("a", "4", "5", "6"))
-    wait_until(lambda: len(service.requests) == 2)
+    wait_for(lambda: len(service.requests) == 2)
     judge.close()
     gc.collect()  # of a task that is left asyncio says so when it goes
     assert len(service.requests) == 2 and capfd.readouterr().err == ""
@@ -146,7 +138,7 @@ def test_what_is_done_before_the_deadline_counts_and_the_rest_is_late(make_judge
     judge, some = make_judge(), group("a", "4", "5", "6")
     service.then(hangs_on_five)
     judge.begin(some)
-    wait_until(lambda: sum(asked.done() for asked in judge._asked.values()) == 2)
+    wait_for(lambda: sum(asked.done() for asked in judge._asked.values()) == 2)
     judge.deadline_s = 0.1
     assert collected(judge, some) == [(1.0, ""), (None, "judge_late"), (0.0, "")]
 
@@ -229,7 +221,7 @@ def test_a_verdict_is_a_part_of_the_reward_and_asked_for_while_the_rollout_goes_
     scoring.try_on(group("b", "4").prompt)
     num_asked = len(service.requests)
     scoring.on_group(one, [1.0, 1.0])
-    wait_until(lambda: len(service.requests) == num_asked + 2)
+    wait_for(lambda: len(service.requests) == num_asked + 2)
     scoring([one])
     assert [t.reward for t in one.trajectories] == [1.5, 0.0] and len(service.requests) == num_asked + 2
     assert one.trajectories[0].reward_parts["judge"] == 1.0

@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from helpers.processes import wait_for
 
 from arpo.config.tools import ToolsConfig
 from arpo.tools import make_tools, prices_of, take_counts
@@ -17,7 +19,6 @@ from arpo.tools.base import ToolResult, ToolRunner
 
 MCP = f"{Path(__file__).resolve().parents[2]}/extras/tools/mcp/servers.py:McpServers"
 SERVER = Path(__file__).resolve().with_name("mcp_server.py")
-WAIT_S = 120
 
 
 def entry(*args: str, **settings) -> dict:
@@ -77,13 +78,6 @@ def served(port: int, *args: object) -> Iterator[subprocess.Popen]:
     finally:
         process.kill()
         process.wait()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def listens(url: str) -> bool:

@@ -1,10 +1,13 @@
-"""Processes, seen from outside."""
+"""Processes, seen from outside, and waiting for what others do."""
 
 import random
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 LEAST_PORT = 10_000
+WAIT_S = 120
 
 
 def free_port() -> int:
@@ -28,3 +31,10 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:  # it is gone, maybe since the file was opened
         return False
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from itertools import accumulate
 
 import pytest
-from helpers.mcp_tools import SERVER, Running, entry, served, wait_for
-from helpers.processes import free_port, is_running
+from helpers.mcp_tools import SERVER, Running, entry, served
+from helpers.processes import free_port, is_running, wait_for
 
 from arpo.errors import UserError
 from extras.tools.mcp import connection
@@ -99,22 +99,12 @@ with Running(entry("--log", {str(log)!r})) as running:
 def test_a_daemon_of_a_server_ends_with_it(tmp_path, ending):
     """Also where the server must be killed, or the trainer is."""
     note = tmp_path / "daemon"
-    program = f"""
-import os, sys, time
-for _ in range(2):  # a session of its own, and nobody's child
-    if os.fork():
-        break
-    os.setsid()
-else:
-    open({str(note)!r}, "w").write(str(os.getpid()) + " ")
-    time.sleep(600)
-{"time.sleep(600)" if ending == "hangs" else "sys.stdin.read()"}
-"""
+    daemon = f"(setsid sleep 600 & echo $! > {note})"  # a session of its own, and nobody's child
+    program = ["/bin/sh", "-c", f"{daemon}; {'sleep 600' if ending == 'hangs' else 'cat'}"]
     code = f"""
 import os, signal, subprocess, sys
-guard = [sys.executable, "-I", {str(GUARD)!r}, str(os.getpid()), sys.executable, "-c", {program!r}]
+guard = [sys.executable, "-I", {str(GUARD)!r}, str(os.getpid()), *{program!r}]
 child = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
-print(child.pid, flush=True)
 sys.stdin.readline()
 child.stdin.close()
 if {ending == "hangs"}:
@@ -122,7 +112,7 @@ if {ending == "hangs"}:
 child.wait()
 """
     with subprocess.Popen([sys.executable, "-c", code], **PIPES) as trainer:
-        wait_for(lambda: note.exists() and note.read_text().endswith(" "))
+        wait_for(lambda: note.exists() and note.read_text().endswith("\n"))
         daemon = int(note.read_text())
         assert is_running(daemon)
         if ending == "trainer":

@@ -6,8 +6,8 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from helpers.mcp_tools import SERVER, WAIT_S, Running, config, entry
-from helpers.processes import free_port
+from helpers.mcp_tools import SERVER, Running, config, entry
+from helpers.processes import WAIT_S, free_port
 
 from arpo.errors import UserError
 from arpo.tools import make_tools, tool_schemas

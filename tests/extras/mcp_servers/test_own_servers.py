@@ -1,6 +1,5 @@
 """MCP servers with state: a process or an HTTP session for each trajectory, also of the older protocol."""
 
-import contextlib
 import random
 import threading
 from http.server import ThreadingHTTPServer
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.fakes import ScriptedEngine
-from helpers.mcp_tools import config, entry
+from helpers.mcp_tools import Running, config, entry
 from helpers.old_mcp_server import TOOL, OldServer
 from helpers.processes import is_running
 from helpers.scripted_rollout import ANSWER, TOKENIZER, prompt
@@ -18,8 +17,8 @@ from arpo.errors import UserError
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.sampling.sampler import rollout
-from arpo.tools import make_tools, take_counts, tool_schemas
-from arpo.tools.base import ToolContext, ToolResult, ToolRunner
+from arpo.tools import take_counts, tool_schemas
+from arpo.tools.base import ToolContext, ToolResult
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 CFG = RolloutConfig(
@@ -28,18 +27,9 @@ CFG = RolloutConfig(
 RANDOM = BranchingConfig(selector="random", base=0.7, num_initial_rollouts=2, entropy_tokens=4)
 
 
-@contextlib.contextmanager
-def running(server: dict):
-    runner = ToolRunner(make_tools(config(server)))
-    try:
-        yield runner
-    finally:
-        runner.close()
-
-
-def call(runner: ToolRunner, turn: int, tag: str, argument: str = "{}", *, trajectory: str = "0") -> ToolResult:
-    runner.start(f"{trajectory} {turn}", tag, argument, ToolContext("p", trajectory, turn))
-    [(_, result)] = runner.collect(block=True)
+def call(running: Running, turn: int, tag: str, argument: str = "{}", *, trajectory: str = "0") -> ToolResult:
+    running.runner.start(f"{trajectory} {turn}", tag, argument, ToolContext("p", trajectory, turn))
+    [(_, result)] = running.runner.collect(block=True)
     return result
 
 
@@ -68,9 +58,9 @@ def test_each_trajectory_has_its_own_server_and_a_branch_one_in_the_state_of_its
     log = tmp_path / "log"
     server = entry("--tools", "note,count", "--log", str(log), max_sessions=3)
     prompts = [prompt(f"p{i}", tools=("note", "count")) for i in range(2)]
-    with running(server) as runner:
+    with Running(server) as running:
         codec, engine = TagsCodec(TOKENIZER, tools=("note", "count")), ScriptedEngine(TOKENIZER, wandering)
-        groups = rollout(prompts, engine, runner, codec, CFG, RANDOM, seed=0)
+        groups = rollout(prompts, engine, running.runner, codec, CFG, RANDOM, seed=0)
     trajectories = [t for group in groups for t in group.trajectories]
     for t in trajectories:
         calls = [c for c in t.tool_calls if c.executed]
@@ -83,31 +73,31 @@ def test_each_trajectory_has_its_own_server_and_a_branch_one_in_the_state_of_its
 
 def test_what_a_dead_server_knew_is_told_to_the_next_one(tmp_path):
     marker = str(tmp_path / "marker")
-    with running(entry("--tools", "note,die_once,die", max_sessions=2)) as runner:
-        assert [call(runner, turn, "note", text).text for turn, text in enumerate("ab")] == ["a", "a b"]
-        assert call(runner, 0, "note", "c", trajectory="1").text == "c"
-        revived = call(runner, 2, "die_once", marker)
+    with Running(entry("--tools", "note,die_once,die", max_sessions=2)) as running:
+        assert [call(running, turn, "note", text).text for turn, text in enumerate("ab")] == ["a", "a b"]
+        assert call(running, 0, "note", "c", trajectory="1").text == "c"
+        revived = call(running, 2, "die_once", marker)
         assert revived.text.startswith("alive as ") and revived.replayed == 2 and not revived.replay_mismatches
-        assert call(runner, 3, "note", "d").text == "a b d"
-        assert call(runner, 1, "note", "e", trajectory="1").text == "c e"
-        assert take_counts(runner.tools) == {"mcp_restarts": 1}
-        lost = call(runner, 4, "die")
+        assert call(running, 3, "note", "d").text == "a b d"
+        assert call(running, 1, "note", "e", trajectory="1").text == "c e"
+        assert take_counts(running.tools) == {"mcp_restarts": 1}
+        lost = call(running, 4, "die")
         assert lost.infra_error and not lost.ok
-        assert call(runner, 2, "note", "f", trajectory="1").text == "c e f"
+        assert call(running, 2, "note", "f", trajectory="1").text == "c e f"
 
 
 def test_where_no_call_may_be_made_twice_a_dead_server_ends_its_trajectory_and_none_branches():
-    with running(entry("--tools", "note,die", max_sessions=2, max_tries=1)) as runner:
-        assert call(runner, 0, "note", "a").text == "a"
-        lost = call(runner, 1, "die")
+    with Running(entry("--tools", "note,die", max_sessions=2, max_tries=1)) as running:
+        assert call(running, 0, "note", "a").text == "a"
+        lost = call(running, 1, "die")
         assert (lost.error_kind, lost.infra_error) == ("unavailable", True)
-        assert runner.sessions.refusal(["note"]) == "note"
+        assert running.runner.sessions.refusal(["note"]) == "note"
 
 
 def test_wrong_arguments_are_told_before_a_server_is_started(tmp_path):
     log = tmp_path / "log"
-    with running(entry("--tools", "add", "--log", str(log), max_sessions=2)) as runner:
-        wrong = call(runner, 0, "add", '{"a": 1}')
+    with Running(entry("--tools", "add", "--log", str(log), max_sessions=2)) as running:
+        wrong = call(running, 0, "add", '{"a": 1}')
         assert 'needs the argument "b"' in wrong.text and wrong.error_kind == "bad_arguments"
         assert len(pids(log)) == 1
 
@@ -117,9 +107,9 @@ def test_a_server_that_cannot_be_started_again_is_a_failure_of_ours(tmp_path):
     start = entry("--tools", "note")
     program.write_text("#!/bin/sh\nexec " + " ".join([start["command"], *start["args"]]) + "\n")
     program.chmod(0o755)
-    with running({"command": str(program), "max_sessions": 2, "max_tries": 2}) as runner:
+    with Running({"command": str(program), "max_sessions": 2, "max_tries": 2}) as running:
         program.write_text("#!/bin/sh\nexit 1\n")
-        lost = call(runner, 0, "note", "a")
+        lost = call(running, 0, "note", "a")
         assert (lost.error_kind, lost.infra_error) == ("unavailable", True)
 
 
@@ -133,25 +123,25 @@ def old_server():
 
 
 def test_a_trajectory_has_a_session_of_an_http_server_and_a_new_one_where_that_is_forgotten(old_server):
-    with running({"url": old_server, "max_sessions": 4}) as runner:
-        first, other = (call(runner, 0, "old", trajectory=name).text for name in "01")
-        assert first != other and call(runner, 1, "old").text == first
+    with Running({"url": old_server, "max_sessions": 4}) as running:
+        first, other = (call(running, 0, "old", trajectory=name).text for name in "01")
+        assert first != other and call(running, 1, "old").text == first
         OldServer.sessions.discard(first.removeprefix("in "))
-        anew = call(runner, 2, "old")
+        anew = call(running, 2, "old")
         assert anew.text not in (first, other) and anew.replayed == 2
-        assert call(runner, 1, "old", trajectory="1").text == other
+        assert call(running, 1, "old", trajectory="1").text == other
 
 
 def test_a_session_of_all_that_an_http_server_has_forgotten_is_opened_again(old_server, caplog):
     """As one that was deployed anew does. Also where it does not answer when the old session is closed, for which
     nobody waits long."""
     before = OldServer.num_sessions
-    with running({"url": old_server}) as runner:
-        texts = [call(runner, 0, "old").text]
+    with Running({"url": old_server}) as running:
+        texts = [call(running, 0, "old").text]
         OldServer.sessions.clear()
-        texts += [call(runner, turn, "old").text for turn in (1, 2)]
+        texts += [call(running, turn, "old").text for turn in (1, 2)]
         assert texts == [f"in s{before + number}" for number in (2, 3, 3)]  # the first was for the list of tools
-        assert take_counts(runner.tools) == {"mcp_restarts": 1}
+        assert take_counts(running.tools) == {"mcp_restarts": 1}
     assert "cannot be ended" not in caplog.text
 
 
