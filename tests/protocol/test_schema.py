@@ -146,6 +146,7 @@ def test_schemas_of_servers_nest_refer_and_leave_open():
             "any": True,
             "loop": {"$ref": "#/$defs/Loop"},
             "mixed": {"type": ["string", "integer"]},
+            "flag": {"enum": [True, "a"]},
         },
     }
     schema = ToolSchema("draw", "Draw.", root)
@@ -154,6 +155,7 @@ def test_schemas_of_servers_nest_refer_and_leave_open():
     for wrong, told in [
         ({"at": {"x": "1"}}, '"at"."x" of draw must be an integer'),
         ({"mixed": []}, "must be a string or an integer"),
+        ({"flag": 1}, '"flag" of draw must be one of true, "a", not 1'),  # which Python takes for equal
         ({"else": 1}, 'draw has no argument "else"'),
     ]:
         assert told in check_arguments(schema, wrong)

@@ -94,7 +94,6 @@ def in_all_ways(ranks: Ranks, team_size: int = 1) -> dict:
     results = {
         "fixed": sampled(sampler, SHORT),
         "pull": sampled(sampler, PULL),
-        "again": sampled(sampler, PULL),  # under the same name: nothing of the last one is left in the store
         "refilled": sampled(sampler, PULL, num_wanted=NUM_WANTED),
         "refilled from a share": sampled(sampler, SHORT, num_wanted=NUM_WANTED),
     }
@@ -147,7 +146,7 @@ def test_pulled_prompts_give_the_groups_that_dealt_ones_give_on_any_number_of_ra
     assert [prompt_id for prompt_id, _ in expected] == [f"p{i}" for i in range(NUM_PROMPTS)]
     assert len({str(trajectories) for _, trajectories in expected}) == NUM_PROMPTS and none_cut_off == 0
     for rank in [on_one_rank, *on_two_ranks]:
-        assert all(rank[way] == (expected, 0) for way in ("fixed", "pull", "again"))
+        assert all(rank[way] == (expected, 0) for way in ("fixed", "pull"))
 
 
 def first_enough(groups: list[tuple]) -> list[tuple]:
