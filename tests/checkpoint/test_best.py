@@ -1,16 +1,12 @@
 """RUN/best: the export of the best validation stays, whatever is saved, removed, killed and begun again after it."""
 
 import json
-import os
 import shutil
-import signal
-import sys
 
 import pytest
 from helpers.edits import ROOT
-from helpers.ranks import run_ranks, start_ranks
-from helpers.records import logged
-from helpers.saving import begin, change
+from helpers.ranks import run_ranks, run_ranks_until_killed
+from helpers.saving import begin, begin_again, change, watch_files
 
 from arpo.checkpoint.best import keep_best, why_no_best
 from arpo.config.sections import RunConfig
@@ -57,11 +53,15 @@ def test_the_best_stays_when_its_checkpoint_goes_and_only_a_better_one_takes_its
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best_000025"]
 
 
-def test_without_an_accuracy_the_best_is_that_of_the_highest_reward(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [("reward", (-0.5, 0.25, 0.0), "step 10, reward +0.250"), ("nll", (0.5, 0.4, 0.45), "step 10, loss 0.4000")],
+)
+def test_without_an_accuracy_the_best_is_that_of_the_highest_reward_or_the_lowest_loss(tmp_path, name, values, said):
     run = tmp_path / "run"
-    for step, reward in ((5, -0.5), (10, 0.25), (15, 0.0)):
-        add_row(run, step, **{"valid/reward": reward})
-    assert keep_best(run, saved(run, 5, 10, 15), 15) == "best validation so far: step 10, reward +0.250"
+    for step, value in zip((5, 10, 15), values, strict=True):
+        add_row(run, step, **{f"valid/{name}": value})
+    assert keep_best(run, saved(run, 5, 10, 15), 15) == f"best validation so far: {said}"
     assert kept(run) == "10"
 
 
@@ -87,14 +87,6 @@ def test_steps_without_an_export_do_not_count(tmp_path):
     assert kept(run) == "5"
 
 
-def test_a_fine_tuning_keeps_the_lowest_loss(tmp_path):
-    run = tmp_path / "run"
-    for step, loss in ((200, 0.5), (400, 0.4), (600, 0.45)):
-        add_row(run, step, **{"valid/nll": loss})
-        keep_best(run, saved(run, step), step)
-    assert kept(run) == "400"
-
-
 def test_what_a_run_that_begins_anew_will_do_again_is_no_longer_the_best(tmp_path):
     run = tmp_path / "run"
     for step, accuracy in ((5, 0.5), (10, 0.9)):
@@ -111,32 +103,22 @@ def test_what_a_run_that_begins_anew_will_do_again_is_no_longer_the_best(tmp_pat
 def save_steps(ranks, model: str, folder, event: int) -> int:
     """Saves at steps 1 to 4, of which 2 is best; rank 0 is killed just before its event-th file operation that makes
     step 2 the best. Returns how many there were."""
+
+    def is_of_the_best(name: str, args: tuple) -> bool:
+        return name in ("os.mkdir", "os.link", "os.rename", "os.symlink", "shutil.rmtree") and "best" in str(args)
+
     saver, _ = begin(ranks, model, str(folder))
-    count = 0
-
-    def kill(name: str, args: tuple) -> None:
-        nonlocal count
-        if name in ("os.mkdir", "os.link", "os.rename", "os.symlink", "shutil.rmtree") and "best" in str(args):
-            count += 1
-            if count == event and ranks.rank == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
     for step, accuracy in enumerate((0.3, 0.8, 0.5, 0.5), 1):
         if ranks.rank == 0:
             add_row(saver.run.folder, step, accuracy)
         ranks.barrier()
         change(saver)
         if step == 2:
-            sys.addaudithook(kill)
+            found = watch_files(is_of_the_best, kill_at=0 if ranks.rank else event)
         saver.save(step, is_final=step == 4)
         if step == 2:
-            found = count
-    return found
-
-
-def begun_again(ranks, model: str, folder) -> tuple[int, list[str]]:
-    with logged() as lines:
-        return begin(ranks, model, str(folder))[1], lines
+            num_operations = len(found)
+    return num_operations
 
 
 def test_the_best_outlives_its_checkpoint_and_a_start_has_nothing_to_say(tiny_model_dir, tmp_path):
@@ -147,7 +129,7 @@ def test_the_best_outlives_its_checkpoint_and_a_start_has_nothing_to_say(tiny_mo
     assert (tmp_path / "run" / "best").resolve() == checkpoints / "best_000002"
     weights = [path.joinpath("model.safetensors").read_bytes() for path in (tmp_path / "run/best", tmp_path / "run/hf")]
     assert weights[0] != weights[1]
-    assert run_ranks(2, begun_again, str(tiny_model_dir), tmp_path) == [(4, []), (4, [])]
+    assert run_ranks(2, begin_again, str(tiny_model_dir), str(tmp_path)) == [(4, []), (4, [])]
 
 
 @pytest.mark.slow
@@ -158,11 +140,8 @@ def test_a_kill_in_the_choice_is_made_good_by_the_next_start(tiny_model_dir, tmp
     for event in (1, num_events // 2, num_events - 3, num_events - 2, num_events - 1, num_events):
         folder = tmp_path / str(event)
         folder.mkdir()
-        context = start_ranks(2, save_steps, model, folder, event, folder=str(folder))
-        with pytest.raises(Exception, match=r"SIGKILL|onnection"):
-            while not context.join():
-                pass
-        assert [step for step, _ in run_ranks(2, begun_again, model, folder)] == [2, 2]
+        run_ranks_until_killed(2, save_steps, model, folder, event)
+        assert [step for step, _ in run_ranks(2, begin_again, model, str(folder))] == [2, 2]
         assert (folder / "run" / "best").resolve().name == "best_000002", event
         assert (folder / "run" / "best" / "model.safetensors").read_bytes() == expected
 

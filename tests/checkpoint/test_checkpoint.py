@@ -1,13 +1,8 @@
 """Real gloo ranks, real files, real SIGKILLs; "equal" means bit for bit."""
 
-import contextlib
 import hashlib
-import logging
-import os
 import random
-import resource
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -15,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from helpers.models import build_tiny_model
-from helpers.ranks import mesh_of_one, ranks_of, run_ranks, start_ranks
+from helpers.ranks import mesh_of_one, ranks_of, run_ranks, run_ranks_until_killed
+from helpers.records import logged
+from helpers.saving import watch_files
 from torch.distributed.tensor import DTensor
 
 from arpo.batch import Row, collate
@@ -183,19 +180,15 @@ DAMAGES = {
 def resume_each(ranks, model: str, folders: list[str]) -> list[tuple[int | str, str, list[str]]]:
     """Per folder: the step (or the error), the digest, and what was logged."""
     policy, optimizer = load(ranks.mesh, model)
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("arpo").addHandler(handler)
     results = []
     for folder in folders:
-        records.clear()
         step: int | str
-        try:
-            step = Checkpoints(Path(folder), ranks).resume(policy, optimizer)
-        except UserError as error:
-            step = str(error)
-        results.append((step, digest(policy, optimizer), list(records)))
+        with logged() as lines:
+            try:
+                step = Checkpoints(Path(folder), ranks).resume(policy, optimizer)
+            except UserError as error:
+                step = str(error)
+        results.append((step, digest(policy, optimizer), lines))
     return results
 
 
@@ -206,12 +199,10 @@ def damaged(tiny_model_dir, saved, tmp_path_factory):
     for name, (damage, _) in DAMAGES.items():
         shutil.copytree(saved, root / name)
         damage(root / name / "step_000003")
-    shutil.copytree(saved, root / "two broken")
-    for step in (2, 3):
-        flip_tensor_bytes(root / "two broken" / f"step_00000{step}")
-    shutil.copytree(saved, root / "all broken")
-    for step in (1, 2, 3):
-        flip_tensor_bytes(root / "all broken" / f"step_00000{step}")
+    for name, steps in (("two broken", (2, 3)), ("all broken", (1, 2, 3))):
+        shutil.copytree(saved, root / name)
+        for step in steps:
+            flip_tensor_bytes(root / name / f"step_00000{step}")
     shutil.copytree(saved, root / "no pointer")
     (root / "no pointer" / "latest").write_text("step_000999\n")
     names = sorted(path.name for path in root.iterdir())
@@ -229,10 +220,13 @@ def test_a_broken_checkpoint_is_named_set_aside_and_the_one_before_is_loaded(dam
     assert (folder / "step_000003.broken").is_dir() and not (folder / "step_000003").exists()
 
 
-def test_two_broken_ones_in_a_row_are_both_skipped(damaged, undisturbed):
-    ranks, _ = damaged["two broken"]
-    assert [(step, sha) for step, sha, _ in ranks] == [(1, rank[1]) for rank in undisturbed]
-    assert len(ranks[0][2]) == 2
+@pytest.mark.parametrize(("name", "begin", "num_lines"), [("two broken", 1, 2), ("no pointer", 3, 0)])
+def test_two_broken_ones_in_a_row_are_both_skipped_and_a_wrong_pointer_misleads_nobody(
+    damaged, undisturbed, name, begin, num_lines
+):
+    ranks, _ = damaged[name]
+    assert [(step, sha) for step, sha, _ in ranks] == [(begin, rank[begin]) for rank in undisturbed]
+    assert len(ranks[0][2]) == num_lines
 
 
 def test_a_run_whose_checkpoints_are_all_broken_stops_instead_of_starting_over(damaged):
@@ -240,11 +234,6 @@ def test_a_run_whose_checkpoints_are_all_broken_stops_instead_of_starting_over(d
     for step, _, _ in ranks:
         assert "step_000003: " in step and "no other checkpoint is intact" in step
     assert sorted(p.name for p in folder.glob("step_*")) == ["step_000001", "step_000002", "step_000003"]
-
-
-def test_a_wrong_pointer_misleads_nobody(damaged, undisturbed):
-    ranks, _ = damaged["no pointer"]
-    assert [(step, sha) for step, sha, _ in ranks] == [(3, rank[3]) for rank in undisturbed]
 
 
 # ---------------------------------------------------------------------------------------------------------- the saving
@@ -264,28 +253,6 @@ def test_the_newest_stay_with_a_pointer_and_without_leftovers(tiny_model_dir, tm
     assert verify(tmp_path / "step_000010") is None and verify(tmp_path / "step_000011") is None
 
 
-def save_with_a_limit_on_rank_1(ranks, model: str, folder: str) -> str:
-    policy, optimizer = load(ranks.mesh, model)
-    checkpoints = Checkpoints(Path(folder), ranks)
-    checkpoints.resume(policy, optimizer)
-    if ranks.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    try:
-        checkpoints.write(4, snapshot(policy, optimizer))
-    except UserError as error:
-        return str(error)
-    return "saved"
-
-
-def test_a_rank_that_cannot_write_stops_all_ranks_and_harms_no_other_checkpoint(tiny_model_dir, saved, tmp_path):
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    errors = run_ranks(2, save_with_a_limit_on_rank_1, str(tiny_model_dir), str(tmp_path))
-    assert errors[0] == errors[1] and "cannot write the checkpoint (rank 1: " in errors[0] and "\n" not in errors[0]
-    assert sorted(p.name for p in tmp_path.iterdir() if not p.suffix) == [
-        "latest", "step_000001", "step_000002", "step_000003"]  # fmt: skip
-    assert verify(tmp_path / "step_000003") is None
-
-
 FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
 
 
@@ -298,18 +265,13 @@ def save_and_die(ranks, model: str, folder: str, victim: int, event: int) -> int
     checkpoints = Checkpoints(Path(folder), ranks, keep=2)  # so that this save also prunes steps 1 and 2
     assert checkpoints.resume(policy, optimizer) == 3
     train_step(policy, optimizer)
-    count = 0
 
-    def kill(name: str, args: tuple) -> None:
-        nonlocal count
-        if name in FILE_EVENTS and str(args[0]).startswith(folder):
-            count += 1
-            if count == event and ranks.rank == victim:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def is_in_the_folder(name: str, args: tuple) -> bool:
+        return name in FILE_EVENTS and str(args[0]).startswith(folder)
 
-    sys.addaudithook(kill)
+    found = watch_files(is_in_the_folder, kill_at=event if ranks.rank == victim else 0)
     checkpoints.write(4, snapshot(policy, optimizer))
-    return count
+    return len(found)
 
 
 @pytest.mark.slow
@@ -324,10 +286,7 @@ def test_a_kill_at_every_fifth_file_operation_of_a_save_loses_at_most_that_save(
     for victim, event in points:
         folder = tmp_path / f"{victim} {event}"
         shutil.copytree(saved, folder)
-        context = start_ranks(2, save_and_die, str(tiny_model_dir), str(folder), victim, event, folder=str(tmp_path))
-        with pytest.raises(Exception, match=r"SIGKILL|onnection"):  # or the other rank's error, if that is seen first
-            while not context.join():
-                pass
+        run_ranks_until_killed(2, save_and_die, str(tiny_model_dir), str(folder), victim, event)
         assert verify(folder / "step_000003") is None, "the one before must survive"
         folders.append(folder)
 
@@ -338,38 +297,6 @@ def test_a_kill_at_every_fifth_file_operation_of_a_save_loses_at_most_that_save(
             assert step == first[0] and sha == undisturbed[rank][step], folder.name
         outcomes.add(first[0])
     assert outcomes == {3, 4}, "some kills must come before the rename, and some after"
-
-
-@pytest.mark.slow
-def test_kills_at_random_moments_of_a_save_lose_at_most_that_save(tiny_model_dir, saved, undisturbed, tmp_path):
-    """In the middle of writes too, where no file operation begins."""
-    rng = random.Random(0)
-    folders = []
-    for i in range(4):
-        folder = tmp_path / f"save {i}"  # a rank that outlives its save leaves its value in tmp_path, by its number
-        shutil.copytree(saved, folder)
-        delay_s = rng.uniform(0.0, 0.15)
-        context = start_ranks(
-            2, save_until_killed, str(tiny_model_dir), str(folder), i % 2, delay_s, folder=str(tmp_path)
-        )
-        with contextlib.suppress(Exception):
-            while not context.join():
-                pass
-        folders.append(folder)
-    per_rank = run_ranks(2, resume_each, str(tiny_model_dir), [str(folder) for folder in folders])
-    for folder, *ranks in zip(folders, *per_rank, strict=True):
-        for rank, (step, sha, _) in enumerate(ranks):
-            assert step in (3, 4) and sha == undisturbed[rank][step], folder.name
-
-
-def save_until_killed(ranks, model: str, folder: str, victim: int, delay_s: float) -> None:
-    policy, optimizer = load(ranks.mesh, model)
-    checkpoints = Checkpoints(Path(folder), ranks, keep=2)
-    checkpoints.resume(policy, optimizer)
-    train_step(policy, optimizer)
-    if ranks.rank == victim:
-        signal.setitimer(signal.ITIMER_REAL, max(delay_s, 1e-3))  # no handler: SIGALRM ends the process at once
-    checkpoints.write(4, snapshot(policy, optimizer))
 
 
 # ---------------------------------------------------------------------------------------------------------- the export
@@ -429,24 +356,20 @@ def test_the_command_line_export_equals_the_ranks_export(tiny_model_dir, saved, 
     assert torch.equal(hf_logits(tmp_path / "out"), hf_logits(exported / "hf"))
 
 
-def test_an_export_overwrites_nothing(tiny_model_dir, saved, tmp_path):
-    with pytest.raises(UserError, match="exists already"):
-        export_checkpoint(saved / "step_000003", tmp_path, model=str(tiny_model_dir))
-
-
-def test_a_broken_checkpoint_is_not_exported(tiny_model_dir, saved, tmp_path):
-    shutil.copytree(saved / "step_000003", tmp_path / "step_000003")
-    flip_tensor_bytes(tmp_path / "step_000003")
-    with pytest.raises(UserError, match="size and checksum"):
-        export_checkpoint(tmp_path / "step_000003", tmp_path / "out", model=str(tiny_model_dir))
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_checkpoint_of_another_model_is_not_exported(saved, tmp_path):
+def test_an_export_that_cannot_be_right_is_refused_in_one_line_and_makes_no_folder(tiny_model_dir, saved, tmp_path):
+    broken = shutil.copytree(saved / "step_000003", tmp_path / "step_000003")
+    flip_tensor_bytes(broken)
     other = build_tiny_model(tmp_path / "other", tied=False)
-    with pytest.raises(UserError, match=f"is {other} the model that the run") as error:
-        export_checkpoint(saved / "step_000003", tmp_path / "out", model=str(other))
-    assert "\n" not in str(error.value)
+    (tmp_path / "there").mkdir()
+    for checkpoint, out, model, words in (
+        (saved / "step_000003", "there", tiny_model_dir, "exists already"),
+        (broken, "out", tiny_model_dir, "size and checksum"),
+        (saved / "step_000003", "out", other, f"is {other} the model that the run"),
+    ):
+        with pytest.raises(UserError, match=words) as error:
+            export_checkpoint(checkpoint, tmp_path / out, model=str(model))
+        assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+    assert not list((tmp_path / "there").iterdir())
 
 
 @pytest.mark.parametrize("dtype", ["dtype", "torch_dtype"])
@@ -459,21 +382,3 @@ def test_the_export_has_the_dtype_of_the_source(tiny_model_dir, saved, tmp_path,
     (source / "config.json").write_text(config.replace('"dtype": "float32"', f'"{dtype}": "bfloat16"'))
     export_checkpoint(saved / "step_000003", tmp_path / "out", model=str(source))
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
-
-
-@pytest.mark.slow
-def test_vllm_samples_from_the_export(exported):
-    from arpo.config.sections import EngineConfig
-    from arpo.engine import Engine, SamplingSpec
-
-    cfg = EngineConfig(
-        dtype="float32", kv_cache_gib=0.03, max_num_seqs=4, max_num_batched_tokens=128, gpu_memory_utilization=0.2
-    )
-    engine = Engine(str(exported / "newest"), cfg, max_model_len=128, seed=0)
-    ids = list(range(40, 60))
-    engine.submit("a", ids, SamplingSpec(max_tokens=1, temperature=0.0))
-    [chunk] = engine.step()
-    engine.close()
-    logprobs = hf_logits(exported / "hf")[-1].log_softmax(-1)
-    assert chunk.token_ids == [int(logprobs.argmax())]
-    assert chunk.logprobs[0] == pytest.approx(float(logprobs.max()), abs=1e-4)

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -133,25 +134,25 @@ DOCTORED = {
 
 
 @pytest.mark.parametrize("doctor", DOCTORED, ids=lambda doctor: doctor.__name__)
-def test_a_doctored_checkpoint_runs_no_code_at_a_resume(checkpoint, tiny_model_dir, mark, doctor):
-    doctor(checkpoint, mark)
-    sign(checkpoint)
-    with mesh_of_one() as mesh, pytest.raises(UserError, match=DOCTORED[doctor]) as error:
-        Checkpoints(checkpoint.parent, ranks_of(mesh)).resume(*make(mesh, tiny_model_dir))
-    assert not mark.exists() and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("doctor", DOCTORED, ids=lambda doctor: doctor.__name__)
-def test_a_doctored_checkpoint_runs_no_code_at_an_export(checkpoint, tiny_model_dir, mark, tmp_path, doctor):
+def test_a_doctored_checkpoint_runs_no_code_at_an_export_or_a_resume(
+    checkpoint, tiny_model_dir, mark, tmp_path, doctor
+):
     doctor(checkpoint, mark)
     sign(checkpoint)
     with pytest.raises(UserError, match=DOCTORED[doctor]):
         export_checkpoint(checkpoint, tmp_path / "hf", model=str(tiny_model_dir))
     assert not mark.exists() and not (tmp_path / "hf").exists()
+    with mesh_of_one() as mesh, pytest.raises(UserError, match=DOCTORED[doctor]) as error:
+        Checkpoints(checkpoint.parent, ranks_of(mesh)).resume(*make(mesh, tiny_model_dir))
+    assert not mark.exists() and "\n" not in str(error.value)
 
 
-def a_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
+def link(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+def manifest(text: str) -> Callable[[Path], int]:
+    return lambda path: path.write_text(text)
 
 
 def a_sparse_terabyte(path: Path) -> None:
@@ -159,26 +160,22 @@ def a_sparse_terabyte(path: Path) -> None:
         file.truncate(1 << 40)
 
 
-def a_file_elsewhere(path: Path) -> None:
-    path.symlink_to("/etc/hostname")
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("name", "make_it", "problem"),
     [
-        ("__0_0.distcp", a_device, "is no plain file"),
+        ("__0_0.distcp", link("/dev/zero"), "is no plain file"),
         ("__0_0.distcp", os.mkfifo, "is no plain file"),
-        ("__0_0.distcp", a_file_elsewhere, "is no plain file"),
+        ("__0_0.distcp", link("/etc/hostname"), "is no plain file"),
         ("__0_0.distcp", a_sparse_terabyte, "has size and checksum"),
         ("unlisted", os.mkfifo, "is no plain file"),
-        (MANIFEST, a_device, "no readable manifest"),
+        (MANIFEST, link("/dev/zero"), "no readable manifest"),
         (MANIFEST, os.mkfifo, "no readable manifest"),
         (MANIFEST, a_sparse_terabyte, "no readable manifest"),
-        (MANIFEST, lambda path: path.write_text('{"step": 1, "files": {"/dev/zero": [0, 0]}}'), "/dev/zero is missing"),
-        (MANIFEST, lambda path: path.write_text('{"step": 1, "files": {"../latest": [0, 0]}}'), "latest is missing"),
-        (MANIFEST, lambda path: path.write_text('{"step": 1, "files": {"a": 5}}'), "no readable manifest"),
-        (MANIFEST, lambda path: path.write_text("[" * 100_000), "no readable manifest"),
+        (MANIFEST, manifest('{"step": 1, "files": {"/dev/zero": [0, 0]}}'), "/dev/zero is missing"),
+        (MANIFEST, manifest('{"step": 1, "files": {"../latest": [0, 0]}}'), "latest is missing"),
+        (MANIFEST, manifest('{"step": 1, "files": {"a": 5}}'), "no readable manifest"),
+        (MANIFEST, manifest("[" * 100_000), "no readable manifest"),
     ],
 )
 def test_a_checkpoint_is_made_of_plain_files_of_its_folder_and_of_their_sizes(checkpoint, name, make_it, problem):

@@ -1,15 +1,14 @@
 """When a save fails, and when a run was killed in an export: real ranks, real limits of the file system, real kills."""
 
-import os
 import resource
 import shutil
 import signal
 import sys
 
 import pytest
-from helpers.ranks import mesh_of_one, ranks_of, run_ranks, start_ranks
+from helpers.ranks import mesh_of_one, ranks_of, run_ranks, run_ranks_until_killed
 from helpers.records import logged
-from helpers.saving import begin, change
+from helpers.saving import begin, begin_again, change, watch_files
 
 from arpo.checkpoint import Saver
 from arpo.checkpoint.checkpoints import verify
@@ -69,7 +68,6 @@ def save_until_it_ends(ranks, model: str, folder: str, num_bytes: int, is_final:
     ("num_bytes", "is_final", "aside", "step"),
     [
         (0, True, False, 2),  # not even the random states
-        (10_000, True, False, 2),
         (10_000, False, False, 5),  # the fourth in a row
         (10_000, False, True, 5),
         (10_000, True, True, 2),
@@ -107,14 +105,14 @@ def test_an_export_that_fails_is_named_on_all_ranks_and_done_at_the_next_start(t
     assert errors[0] == errors[1] and "step 1 has no Hugging Face folder: " in errors[0], errors
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
     assert verify(checkpoint) is None and not list(checkpoint.glob("hf*"))
-    assert run_ranks(2, step_after_start, str(tiny_model_dir), str(tmp_path)) == [1, 1]
+    assert [step for step, _ in run_ranks(2, begin_again, str(tiny_model_dir), str(tmp_path))] == [1, 1]
     assert (tmp_path / "run" / "hf").resolve() == checkpoint / "hf" and (checkpoint / "hf" / "config.json").exists()
 
 
 # ---- an export with every n-th save
 
 
-def exports_of(ranks, model: str, folder: str) -> list[tuple[list[int], list[int], int]]:
+def exports_of(ranks, model: str, folder: str, steps: tuple[int, ...]) -> list[tuple[list[int], list[int], int]]:
     """After each save: the steps of the checkpoints, of those with an export, and the step that RUN/hf points to."""
     saver, _ = begin(ranks, model, folder, save_hf_every=2, save_every=5)
 
@@ -124,7 +122,7 @@ def exports_of(ranks, model: str, folder: str) -> list[tuple[list[int], list[int
         return [int(p.name[-6:]) for p in there], [int(p.name[-6:]) for p in there if (p / "hf").exists()], linked
 
     found = []
-    for step in (5, 10, 15, 20, 25, 30, 33):
+    for step in steps:
         change(saver)
         saver.save(step, is_final=step == 33)
         found.append(now())
@@ -132,7 +130,7 @@ def exports_of(ranks, model: str, folder: str) -> list[tuple[list[int], list[int
 
 
 def test_every_second_save_has_an_export_and_the_newest_that_has_one_stays_with_it(tiny_model_dir, tmp_path):
-    [found] = run_ranks(1, exports_of, str(tiny_model_dir), str(tmp_path))
+    [found] = run_ranks(1, exports_of, str(tiny_model_dir), str(tmp_path), (5, 10, 15, 20, 25, 30, 33))
     assert found == [
         ([5], [], 0),
         ([5, 10], [10], 10),
@@ -145,17 +143,11 @@ def test_every_second_save_has_an_export_and_the_newest_that_has_one_stays_with_
 
 
 def test_a_start_after_a_checkpoint_without_an_export_makes_one(tiny_model_dir, tmp_path):
-    run_ranks(1, exported_after, str(tiny_model_dir), str(tmp_path))
-    checkpoints = tmp_path / "run" / "checkpoints"
-    assert [p.name for p in sorted(checkpoints.glob("step_*")) if (p / "hf").exists()] == ["step_000010"]
-    assert run_ranks(1, step_after_start, str(tiny_model_dir), str(tmp_path)) == [15]
-    assert (tmp_path / "run" / "hf").resolve() == checkpoints / "step_000015" / "hf"
-
-
-def exported_after(ranks, model: str, folder: str) -> None:
-    saver, _ = begin(ranks, model, folder, save_hf_every=2, save_every=5)
-    for step in (5, 10, 15):
-        saver.save(step, is_final=False)
+    [found] = run_ranks(1, exports_of, str(tiny_model_dir), str(tmp_path), (5, 10, 15))
+    assert found[-1] == ([10, 15], [10], 10)
+    [(step, _)] = run_ranks(1, begin_again, str(tiny_model_dir), str(tmp_path))
+    assert step == 15
+    assert (tmp_path / "run" / "hf").resolve() == tmp_path / "run" / "checkpoints" / "step_000015" / "hf"
 
 
 # ---- Ctrl-C
@@ -187,30 +179,20 @@ def test_ctrl_c_in_a_save_is_no_failed_save(tiny_model_dir, tmp_path):
 # ---- a kill in the export
 
 
-def step_after_start(ranks, model: str, folder: str) -> int:
-    return begin(ranks, model, folder)[1]
-
-
 def save_twice(ranks, model: str, folder: str, event: int) -> int:
     """Saves at step 1 and, other weights, at 2; rank 0 is killed just before its event-th file operation of the second
     export. Returns how many there were."""
     saver, _ = begin(ranks, model, folder)
     saver.save(1, is_final=False)
     change(saver)
-    count = 0
 
-    def kill(name: str, args: tuple) -> None:
-        nonlocal count
-        if name in ("open", "os.mkdir", "os.rename", "os.symlink") and (
-            "000002/hf" in str(args) or "hf.tmp" in str(args)
-        ):
-            count += 1
-            if count == event and ranks.rank == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def is_of_the_export(name: str, args: tuple) -> bool:
+        is_a_change = name in ("open", "os.mkdir", "os.rename", "os.symlink")
+        return is_a_change and ("000002/hf" in str(args) or "hf.tmp" in str(args))
 
-    sys.addaudithook(kill)
+    found = watch_files(is_of_the_export, kill_at=0 if ranks.rank else event)
     saver.save(2, is_final=True)
-    return count
+    return len(found)
 
 
 @pytest.mark.slow
@@ -222,32 +204,23 @@ def test_a_kill_anywhere_in_the_last_export_is_made_good_by_the_next_start(tiny_
     for event in (1, num_events // 2, num_events - 2, num_events - 1, num_events):
         folder = tmp_path / str(event)
         folder.mkdir()
-        context = start_ranks(2, save_twice, model, str(folder), event, folder=str(folder))
-        with pytest.raises(Exception, match=r"SIGKILL|onnection"):  # or the other rank's error, if that is seen first
-            while not context.join():
-                pass
+        run_ranks_until_killed(2, save_twice, model, str(folder), event)
         link = folder / "run" / "hf"
         assert link.resolve().parent.name == "step_000001", event  # what nobody may take for the newest
-        assert run_ranks(2, step_after_start, model, str(folder)) == [2, 2]
+        assert [step for step, _ in run_ranks(2, begin_again, model, str(folder))] == [2, 2]
         assert link.resolve().parent.name == "step_000002"
         assert (link / "model.safetensors").read_bytes() == expected
         assert {path.name for path in link.iterdir()} == {p.name for p in (tmp_path / "whole/run/hf").iterdir()}
 
 
-def renewals(ranks, model: str, folder: str) -> list[str]:
-    with logged() as lines:
-        begin(ranks, model, folder)
-    return lines
-
-
 def test_a_start_says_that_it_renews_and_is_silent_where_nothing_is_to_do(tiny_model_dir, tmp_path):
     run_ranks(1, save_twice, str(tiny_model_dir), str(tmp_path), 0)
     link = tmp_path / "run" / "hf"
-    assert run_ranks(1, renewals, str(tiny_model_dir), str(tmp_path)) == [[]]
+    assert run_ranks(1, begin_again, str(tiny_model_dir), str(tmp_path)) == [(2, [])]
     shutil.rmtree(link.resolve())
     link.unlink()
     link.symlink_to("checkpoints/step_000001/hf")
-    [[line]] = run_ranks(1, renewals, str(tiny_model_dir), str(tmp_path))
+    [(_, [line])] = run_ranks(1, begin_again, str(tiny_model_dir), str(tmp_path))
     assert f"{link} is renewed" in line and (link.resolve() / "config.json").exists()
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -81,6 +82,15 @@ def start_ranks(world_size: int, body: Callable[..., Any], *args: Any, folder: s
     context = mp.start_processes(_rank, everything, nprocs=world_size, join=False, start_method="forkserver")
     context.store = store  # which lives as long
     return context
+
+
+def run_ranks_until_killed(world_size: int, body: Callable[..., Any], *args: Any) -> None:
+    """The same, where one of the ranks ends by a SIGKILL."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = start_ranks(world_size, body, *args, folder=folder)
+        with pytest.raises(Exception, match=r"SIGKILL|onnection"):  # or the other rank's error, if that is seen first
+            while not context.join():
+                pass
 
 
 def _rank(rank: int, world_size: int, port: int, folder: str, body: Callable[..., Any], args: tuple) -> None:

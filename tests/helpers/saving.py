@@ -1,6 +1,12 @@
 """A run's saver with a small policy, on real ranks."""
 
+import os
+import signal
+import sys
+from collections.abc import Callable
+
 import torch
+from helpers.records import logged
 
 from arpo.checkpoint import Saver
 from arpo.config.sections import ModelConfig, OptimConfig, RunConfig
@@ -15,8 +21,28 @@ def begin(ranks, model: str, folder: str, **run) -> tuple[Saver, int]:
     return saver, saver.resume(policy, build_optimizer(policy, OptimConfig()))
 
 
+def begin_again(ranks, model: str, folder: str) -> tuple[int, list[str]]:
+    """The step at which a new start goes on, and what this rank says."""
+    with logged() as lines:
+        return begin(ranks, model, folder)[1], lines
+
+
 def change(saver: Saver) -> None:
     """As a step would."""
     with torch.no_grad():
         for p in saver.policy.parameters():
             p.add_(1.0)
+
+
+def watch_files(fits: Callable[[str, tuple], bool], *, kill_at: int = 0) -> list[str]:
+    """The names of this process's file operations that fit, from now on. It is killed just before the kill_at-th."""
+    found: list[str] = []
+
+    def watch(name: str, args: tuple) -> None:
+        if fits(name, args):
+            found.append(name)
+            if len(found) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    return found
