@@ -271,14 +271,7 @@ def test_one_message_names_all_numbers_that_are_out_of_range():
         ["--branching.selector", "at2po", *KL, "--branching.expansion_rounds", "3", "--advantage.tree", "hard"],
         ["--branching.selector", "at2po", "--advantage.dead_groups", "resample", "--advantage.max_resample", "3"],
         [*READS, "3", "--rollout.max_result_tokens", "2048"],
-        [
-            "--reward.terms",
-            "answer=1",
-            "overlong=0.5",
-            f"{__file__}:build=-0.2",
-            "--reward.overlong_buffer_tokens",
-            "512",
-        ],
+        ["--reward.terms", "answer=1", "overlong=0.5", f"{OWN}=-0.2", "--reward.overlong_buffer_tokens", "512"],
         [*READS, "3", "--tools.search.summarizer_url", "http://h/v1/chat/completions"],
     ],
 )

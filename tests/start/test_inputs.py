@@ -25,6 +25,7 @@ HUB = ["--model.path", "Qwen/Qwen2.5-7B-Instruct"]  # the Hub is asked last
 
 
 CHECKS = {SFTConfig: check_sft, RLConfig: check_rl, EvalConfig: check_evaluation}
+GOOD = ["--data.train", "good.jsonl"]
 PYTHON = ["--tools.names", "python"]
 SHORT = ["--rollout.max_response_tokens", "128", "--rollout.answer_reserve_tokens", "16"]
 
@@ -49,26 +50,14 @@ def folder(tmp_path, monkeypatch):
         (RLConfig, ["--data.train", "half.parquet"], "half.parquet: not a readable parquet file"),
         (RLConfig, ["--data.train", "columns.jsonl"], "columns.jsonl:1: .*question.*all of the first 3"),
         (RLConfig, ["--data.train", "offers.jsonl"], "offers the tool 'pyhton'.*did the row mean 'python'"),
-        (RLConfig, ["--data.train", "good.jsonl", "--data.valid", "talks.jsonl"], "talks.jsonl:1: "),
-        (
-            RLConfig,
-            ["--data.train", "good.jsonl", "--reward.file", "r.py"],
-            "reward.file=r.py:compute_score: there is no",
-        ),
-        (
-            RLConfig,
-            ["--data.train", "good.jsonl", "--tools.names", "pyton"],
-            "tools.names='pyton' is unknown; did you mean 'python'",
-        ),
-        (
-            RLConfig,
-            ["--data.train", "good.jsonl", "--tools.names", "python", "t.py:Tool"],
-            "t.py:Tool is no tool: a class with",
-        ),
-        (RLConfig, ["--data.train", "good.jsonl", "--tools.names", "t.py:Plain"], "Plain: run must be a coroutine"),
-        (RLConfig, ["--data.train", "good.jsonl", "--model.path", "model"], "model.path=model: no config.json"),
-        (RLConfig, ["--data.train", "good.jsonl", "--model.path", "./none"], "model.path=./none: no such folder"),
-        (SFTConfig, ["--data.train", "good.jsonl"], "good.jsonl:1: needs a list 'conversations'"),
+        (RLConfig, [*GOOD, "--data.valid", "talks.jsonl"], "talks.jsonl:1: "),
+        (RLConfig, [*GOOD, "--reward.file", "r.py"], "reward.file=r.py:compute_score: there is no"),
+        (RLConfig, [*GOOD, "--tools.names", "pyton"], "tools.names='pyton' is unknown; did you mean 'python'"),
+        (RLConfig, [*GOOD, "--tools.names", "python", "t.py:Tool"], "t.py:Tool is no tool: a class with"),
+        (RLConfig, [*GOOD, "--tools.names", "t.py:Plain"], "Plain: run must be a coroutine"),
+        (RLConfig, [*GOOD, "--model.path", "model"], "model.path=model: no config.json"),
+        (RLConfig, [*GOOD, "--model.path", "./none"], "model.path=./none: no such folder"),
+        (SFTConfig, GOOD, "good.jsonl:1: needs a list 'conversations'"),
         (SFTConfig, ["--data.train", "talks.jsonl", "--data.valid", "x.xlsx"], "x.xlsx: unknown file type '.xlsx'"),
         (EvalConfig, ["--eval.files", "absent.jsonl"], "absent.jsonl: cannot read the file"),
         (EvalConfig, ["--eval.benchmarks", "gaia"], "gaia needs .*, which is not there"),
@@ -85,15 +74,12 @@ def test_a_file_that_cannot_be_used_is_named_in_one_line(folder, root, flags, wo
 def test_files_that_can_be_used_pass_and_validation_on_the_training_data_is_told(folder, tiny_model_dir, capsys):
     model = ["--model.path", str(tiny_model_dir)]
     short = ["--data.max_prompt_tokens", "64", *SHORT, *PYTHON]
-    check_rl(load_config(RLConfig, [*model, *short, "--data.train", "good.jsonl", "--data.valid", "good.jsonl"]))
+    check_rl(load_config(RLConfig, [*model, *short, *GOOD, "--data.valid", "good.jsonl"]))
     assert capsys.readouterr().out.startswith("warning: data.valid=good.jsonl is the training data")
     check_sft(load_config(SFTConfig, [*model, "--data.train", "talks.jsonl"]))
     assert not capsys.readouterr().out
-    check_evaluation(
-        load_config(
-            EvalConfig, [*model, *SHORT, *PYTHON, "--eval.max_prompt_tokens", "64", "--eval.files", "good.jsonl"]
-        )
-    )
+    flags = [*SHORT, *PYTHON, "--eval.max_prompt_tokens", "64", "--eval.files", "good.jsonl"]
+    check_evaluation(load_config(EvalConfig, [*model, *flags]))
     check_evaluation(load_config(EvalConfig, ["--eval.regrade", "runs/of_old", "--eval.files", "absent.jsonl"]))
 
 
@@ -113,7 +99,7 @@ def test_a_search_that_cannot_work_is_said_at_once_with_the_way_to_do_without(
         monkeypatch.delenv(name, raising=False)
     short = ["--model.path", str(tiny_model_dir), "--data.max_prompt_tokens", "64", *SHORT]
     with pytest.raises(UserError, match=rf"{words}.*or leave search out: --tools.names python$"):
-        check_rl(load_config(RLConfig, [*short, "--data.train", "good.jsonl", *flags]))
+        check_rl(load_config(RLConfig, [*short, *GOOD, *flags]))
 
 
 def test_only_the_first_rows_are_read(folder, tiny_model_dir):
@@ -125,7 +111,7 @@ def test_only_the_first_rows_are_read(folder, tiny_model_dir):
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
-        ("train_rl", ["--data.train", "good.jsonl", *PYTHON]),
+        ("train_rl", [*GOOD, *PYTHON]),
         ("train_sft", ["--data.train", "talks.jsonl"]),
         ("evaluate", ["--eval.files", "good.jsonl", *PYTHON]),
     ],
