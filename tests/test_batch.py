@@ -18,7 +18,7 @@ def make_row(num_prompt: int, mask: list[int], first_id: int = 0) -> Row:
     )
 
 
-def test_rows_lie_one_behind_the_other_and_positions_restart():
+def test_rows_lie_one_behind_the_other_and_each_token_is_predicted_from_the_one_before_it_in_its_row():
     micro = collate([make_row(3, [1, 1, 0, 1]), make_row(2, [1, 1, 1], first_id=50)], [7, 4])
     assert micro.input_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 50, 51, 52, 53, 54]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]]
@@ -26,21 +26,15 @@ def test_rows_lie_one_behind_the_other_and_positions_restart():
     assert micro.rollout_logprobs.tolist() == [[-1.0, -2.0, 0.0, -4.0], [-1.0, -2.0, -3.0, 0.0]]
     assert micro.row_ids == (7, 4)
     assert micro.num_loss_tokens == 6
+    sources = micro.predict_from[micro.loss_mask]
+    assert torch.equal(micro.input_ids[0][sources + 1], micro.targets[micro.loss_mask])
+    assert torch.equal(micro.position_ids[0][sources + 1], micro.position_ids[0][sources] + 1)
 
 
 def test_values_of_global_rows_find_their_place_and_spare_the_tool_output():
     micro = collate([make_row(3, [1, 1, 0, 1]), make_row(2, [1, 1, 1])], [2, 0])
     by_row = [np.array([-1.0, -2.0, -3.0]), np.array([9.0]), np.array([4.0, 5.0, 6.0, 7.0])]
     assert micro.rows_to_tensor(by_row).tolist() == [[4.0, 5.0, 0.0, 7.0], [-1.0, -2.0, -3.0, 0.0]]
-
-
-def test_each_loss_token_is_predicted_from_the_position_before_it_in_its_own_row():
-    rows = [make_row(3, [1, 1, 0, 1]), make_row(2, [1, 1, 1], first_id=50)]
-    micro = collate(rows)
-    ids, positions = micro.input_ids[0], micro.position_ids[0]
-    sources = micro.predict_from[micro.loss_mask]
-    assert torch.equal(ids[sources + 1], micro.targets[micro.loss_mask])
-    assert torch.equal(positions[sources + 1], positions[sources] + 1)
 
 
 def test_a_row_without_prompt_cannot_train_its_first_token():
@@ -59,12 +53,9 @@ def test_packing_respects_the_budget_and_keeps_every_row_once():
     assert len(bins) <= 1.25 * sum(lengths) / 128
 
 
-def test_a_row_over_the_budget_is_an_error_that_names_the_option():
+def test_a_row_over_the_budget_is_an_error_that_names_the_option_of_rl_or_sft():
     with pytest.raises(ValueError, match=r"update\.max_tokens_per_microbatch=10"):
         pack([5, 11], 10)
-
-
-def test_a_conversation_over_the_budget_is_an_error_that_names_the_option_of_sft():
     alone = Ranks(0, 1, torch.device("cpu"), None)
     with pytest.raises(ValueError, match=r" data\.max_tokens_per_microbatch=4;"):
         train_sft.share([make_row(3, [1, 1])], 4, alone)

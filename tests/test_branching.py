@@ -7,7 +7,6 @@ from arpo.branching import (
     RULES,
     BranchBudget,
     Evidence,
-    branch_probability,
     decide,
     exact_turn_entropy,
     initial_rollouts,
@@ -26,12 +25,8 @@ def seen(entropy: float, root_entropy: float, consecutive: int = 0) -> Evidence:
     return Evidence((), (), entropy, root_entropy, consecutive, turn=1)
 
 
-def test_turn_entropy_is_the_mean_over_the_first_k_tokens_in_nats():
-    assert exact_turn_entropy([1.5, 0.0, 100.0], 2) == 0.75
-
-
-def test_a_turn_shorter_than_k_is_not_thereby_certain():
-    assert exact_turn_entropy([1.5], 20) == 1.5
+def test_turn_entropy_is_the_mean_over_the_first_k_tokens_or_those_that_there_are():
+    assert (exact_turn_entropy([1.5, 0.0, 100.0], 2), exact_turn_entropy([1.5], 20)) == (0.75, 1.5)
 
 
 def test_upstream_entropy_is_a_sum_over_at_most_twenty_tokens_and_ten_candidates():
@@ -65,28 +60,28 @@ def test_the_released_decisions_come_out_of_the_weight_per_nat(vocab_size):
 
 
 @pytest.mark.parametrize(
-    "delta, kwargs, expected",
+    "selector, options, delta, consecutive, expected",
     [
-        (0.0, {}, 0.5),
-        (0.2, {}, 0.567),  # the released constants: the table of ALGORITHMS 2
-        (0.5, {}, 0.668),
-        (1.0, {}, 0.835),
-        (5.0, {}, 1.0),
-        (-5.0, {}, 0.0),
-        (0.0, {"base": 0.2, "weight": 1.0}, 0.2),
-        (0.0, {"consecutive": 4, "penalty": 0.05}, 0.4),
-        (0.5, {"weight": 0.2, "consecutive": 2, "penalty": 0.05}, 0.54),
-        (0.0, {"consecutive": 40, "penalty": 0.05}, 0.0),
+        ("arpo", {}, 0.0, 4, 0.5),  # which has no penalty
+        ("arpo", {}, 0.2, 0, 0.567),  # the released constants: the table of ALGORITHMS 2
+        ("arpo", {}, 0.5, 0, 0.668),
+        ("arpo", {}, 1.0, 0, 0.835),
+        ("arpo", {}, 5.0, 0, 1.0),
+        ("arpo", {}, -5.0, 0, 0.0),
+        ("arpo", {"base": 0.2, "weight": 1.0}, 0.0, 0, 0.2),
+        ("random", {"base": 0.25, "weight": 5.0}, 1.0, 3, 0.25),
+        ("aepo", {}, 0.0, 4, 0.4),
+        ("aepo", {"weight": 0.2}, 0.5, 2, 0.54),
+        ("aepo", {}, 0.0, 40, 0.0),
+        ("aepo", {"compat": "upstream"}, 0.0, 1, 0.4737),  # the released gate
+        ("aepo", {"compat": "upstream"}, 0.0, 5, 0.3333),
+        ("aepo", {"compat": "upstream"}, 0.0, 10, 0.0),
+        ("aepo", {"compat": "upstream"}, 0.0, 20, 0.0),
     ],
 )
-def test_branch_probability_rises_with_entropy_and_falls_with_consecutive_branches(delta, kwargs, expected):
-    assert branch_probability(delta, **kwargs) == pytest.approx(expected, abs=5e-4)
-
-
-@pytest.mark.parametrize("consecutive, expected", [(0, 0.5), (1, 0.4737), (5, 0.3333), (10, 0.0), (20, 0.0)])
-def test_upstream_gate_gives_the_published_probabilities_at_equal_entropy(consecutive, expected):
-    p = upstream_branch_probability(0.0, weight=0.2, consecutive=consecutive, penalty=0.05)
-    assert p == pytest.approx(expected, abs=1e-4)
+def test_each_rule_gives_the_published_probabilities(selector, options, delta, consecutive, expected):
+    cfg = BranchingConfig(selector=selector, **options)
+    assert RULES[selector](seen(0.3 + delta, 0.3, consecutive), cfg) == pytest.approx(expected, abs=5e-4)
 
 
 def test_upstream_probability_is_what_the_released_gate_does_in_100000_draws():
@@ -113,17 +108,6 @@ def test_threshold_rule_branches_exactly_above_tau_and_draws_nothing():
     assert decide(seen(0.30, 0.3), cfg, random.Random(0))[0] is False
 
 
-def test_bernoulli_rule_branches_with_probability_p():
-    cfg, rng = BranchingConfig(weight=1.0), random.Random(1)
-    rate = sum(decide(seen(0.5, 0.3), cfg, rng)[0] for _ in range(20_000)) / 20_000
-    assert rate == pytest.approx(0.7, abs=0.02)
-
-
-def test_random_selector_ignores_entropy():
-    cfg = BranchingConfig(selector="random", base=0.25, weight=5.0)
-    assert RULES["random"](seen(1.0, 0.0, 3), cfg) == 0.25
-
-
 def test_neutral_probability_is_p_without_the_entropies():
     decision = BranchDecision(2.0, 1.0, 0.9, 0.1, consecutive=4, budget_left=1, num_children=1, outcome="branched")
     for cfg, expected in [
@@ -132,16 +116,6 @@ def test_neutral_probability_is_p_without_the_entropies():
         (BranchingConfig(selector="aepo", compat="upstream"), 1 - 0.5 / 0.8),
     ]:
         assert neutral_probability(decision, cfg) == pytest.approx(expected)
-
-
-def test_only_aepo_penalises_consecutive_branches():
-    p = {name: RULES[name](seen(0.3, 0.3, 4), BranchingConfig()) for name in ("arpo", "aepo")}
-    assert p == {"arpo": 0.5, "aepo": pytest.approx(0.4)}
-
-
-def test_aepo_takes_the_released_gate_where_it_is_told_to():
-    released = RULES["aepo"](seen(0.3, 0.3, 5), BranchingConfig(compat="upstream"))
-    assert released == pytest.approx(0.3333, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -168,28 +142,31 @@ def test_the_forecast_says_how_many_roots_forks_and_decisions_a_prompt_has(branc
     assert forecast(RolloutConfig(), branching) == f"branching: {line}"
 
 
+def ledger(total_children: int | None, last_turn: int, num_roots: int) -> BranchBudget:
+    """Each root may branch once after its first turn."""
+    budget = BranchBudget(total_children, max_children=1, last_turn=last_turn)
+    for root in range(num_roots):
+        budget.expect((root,), 1)
+    return budget
+
+
 def test_first_round_claims_are_granted_without_waiting_when_the_budget_covers_everybody():
-    ledger = BranchBudget(total_children=8, max_children=1, last_turn=3)
-    for root in range(8):
-        ledger.expect((root,), 1)
-    ledger.decided(1, (7,), wants=True)
-    assert ledger.settle() == [(1, (7,), [(7, 0)])]
+    budget = ledger(8, 3, num_roots=8)
+    budget.decided(1, (7,), wants=True)
+    assert budget.settle() == [(1, (7,), [(7, 0)])]
 
 
 def test_a_claim_waits_while_an_earlier_one_may_still_take_the_last_place():
-    ledger = BranchBudget(total_children=1, max_children=1, last_turn=1)
-    ledger.expect((0,), 1)
-    ledger.expect((1,), 1)
-    ledger.decided(1, (1,), wants=True)
-    assert ledger.settle() == []
-    ledger.decided(1, (0,), wants=False)
-    assert ledger.settle() == [(1, (1,), [(1, 0)])]
+    budget = ledger(1, 1, num_roots=2)
+    budget.decided(1, (1,), wants=True)
+    assert budget.settle() == []
+    budget.decided(1, (0,), wants=False)
+    assert budget.settle() == [(1, (1,), [(1, 0)])]
 
 
 def test_nothing_is_granted_before_the_budget_is_known():
-    ledger = BranchBudget(total_children=None, max_children=1, last_turn=3)
-    ledger.expect((0,), 1)
-    ledger.decided(1, (0,), wants=True)
-    assert ledger.settle() == []
-    ledger.total_children = 1
-    assert ledger.settle() == [(1, (0,), [(0, 0)])]
+    budget = ledger(None, 3, num_roots=1)
+    budget.decided(1, (0,), wants=True)
+    assert budget.settle() == []
+    budget.total_children = 1
+    assert budget.settle() == [(1, (0,), [(0, 0)])]

@@ -101,23 +101,14 @@ def test_inherited_turns_and_failures_of_ours_do_not_count():
     assert values["branching/predicts_failure"] == pytest.approx(1.0)
 
 
-def test_a_run_whose_entropies_do_nothing_is_told_so_once():
+def test_a_run_whose_entropies_do_nothing_in_three_steps_with_decisions_is_told_so_once():
     signal, warnings = BranchingSignal(BranchingConfig()), []
-    for _ in range(5):
-        signal.add(groups(trajectory(1.0, decided(1.01, 0.51))))
+    for step in range(9):
+        decides = step >= 4
+        signal.add(groups(trajectory(1.0, decided(1.01, 0.51) if decides else Turn(0, entropy=1.0))))
         warnings.append(signal.warning)
-    assert [bool(warning) for warning in warnings] == [False, False, True, False, False]
-    assert "of 3 steps moved P(branch) by 0.010 at most" in warnings[2] and "branching.threshold" in warnings[2]
-
-
-def test_steps_without_decisions_are_not_taken_for_an_inert_signal():
-    silent = BranchingSignal(BranchingConfig())
-    for _ in range(4):
-        silent.add(groups(trajectory(1.0, Turn(0, entropy=1.0))))
-        assert silent.warning == ""
-    for _ in range(3):
-        silent.add(groups(trajectory(1.0, decided(1.01, 0.501))))
-    assert "of 3 steps" in silent.warning
+    assert [bool(warning) for warning in warnings] == [False] * 6 + [True] + [False] * 2
+    assert "of 3 steps moved P(branch) by 0.010 at most" in warnings[6] and "branching.threshold" in warnings[6]
 
 
 def test_equal_entropies_say_nothing_of_failure():

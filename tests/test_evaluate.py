@@ -304,17 +304,13 @@ def test_a_run_that_its_server_left_continues_with_the_next_one(world, evaluate_
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"eval__benchmarks": "gaai"}, "did you mean 'gaia'"),
-        ({"eval__data_dir": "/nowhere", "eval__benchmarks": "gaia"}, "/nowhere/gaia/test.jsonl, which is not there"),
         ({"eval__server": f"{SERVER}=http://127.0.0.1:9"}, r"eval\.server: cannot reach http://127\.0\.0\.1:9/v1"),
         ({"eval__server": "http://127.0.0.1:9"}, r"eval\.server=http://127.0.0.1:9 must be FILE\.py:NAME=ADDRESS"),
-        ({"eval__server": f"{SERVER}s=http://127.0.0.1:9"}, "does not define 'ServerEngines'"),
         ({"eval__server_model": "big"}, "does not serve 'big'"),
         ({"judge__url": "http://127.0.0.1:9/v1/chat/completions", "judge__model": "j"}, r"judge\.url"),
         ({"tools__search__mode": "replay_strict"}, r"tools\.search\.cache is empty, and mode replay_strict reads it"),
         ({"eval__num_muted": "-1"}, "num_muted=-1 must be at least 0"),
         ({"eval__max_prompt_tokens": "10"}, "exceed max_prompt_tokens=10"),
-        ({"model__path": "/nonexistent"}, "cannot load the tokenizer"),
     ],
 )
 def test_bad_input_is_found_before_anything_is_generated(world, server, evaluate_here, changes, words, tmp_path):
@@ -329,7 +325,6 @@ def test_bad_input_is_found_before_anything_is_generated(world, server, evaluate
     [
         ([], "nothing to evaluate; pass eval.benchmarks"),
         (["--eval.files", "x", "--eval.num_samples", "0"], "must be at least 1"),
-        (["--eval.files", "x", "--rollout.max_calls_per_tool", "python"], "not of the form NAME=N"),
         (["--eval.regrade", "/nowhere"], "is /nowhere the folder of an evaluation"),
     ],
 )

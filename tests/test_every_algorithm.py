@@ -98,30 +98,25 @@ def metrics_of(world):
     return functools.cache(lambda algorithm: metrics_of_run(world, algorithm, algorithm))
 
 
+TREES = ["branching/branches_per_prompt", "group/mixed_share", "optim/grad_norm"]
+CONTEXTS = ["branching/branches_per_prompt", "response/new_contexts"]
+POSITIVE = {"at2po": TREES, "tree grpo": TREES, "parents": TREES, "no thoughts": CONTEXTS, "notes": CONTEXTS}
+"""What a run must have in each step, for its trees, or its trajectories of several contexts, to be trained on."""
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_each_algorithm_runs_and_all_its_numbers_are_finite(metrics_of, name):
     rows = metrics_of(name)
     assert [row["step"] for row in rows] == [1, 2]
     assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert all(row[metric] > 0 for row in rows for metric in POSITIVE.get(name, ()))
+    # of all tokens, each behind the context that it was sampled behind
     assert rows[1]["optim/grad_norm"] > 0 and rows[1]["mismatch/abs"] < 1e-4
 
 
 def test_until_mixed_groups_end_at_different_sizes(metrics_of):
     sizes = [row["group/effective_size"] for row in metrics_of("until mixed")]
     assert all(2 <= size <= 8 for size in sizes) and 2 < min(sizes) < 8
-
-
-@pytest.mark.parametrize("name", ["no thoughts", "notes"])
-def test_a_trajectory_of_several_contexts_is_trained_behind_what_it_was_sampled_behind(metrics_of, name):
-    """`mismatch/abs`, of which the test above knows that it is small, is of all its tokens."""
-    for row in metrics_of(name):
-        assert row["response/new_contexts"] > 0 and row["branching/branches_per_prompt"] > 0
-
-
-@pytest.mark.parametrize("name", ["at2po", "tree grpo", "parents"])
-def test_there_are_trees_whose_credits_are_shared(metrics_of, name):
-    for row in metrics_of(name):
-        assert row["branching/branches_per_prompt"] > 0 and row["group/mixed_share"] > 0 and row["optim/grad_norm"] > 0
 
 
 def test_the_reference_is_the_policy_before_training(metrics_of):

@@ -3,17 +3,13 @@ them. And edits of the package, made in a copy."""
 
 import asyncio
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.edits import ROOT, Edit, edited_copy, edits_of, run_in, write_own_file
+from helpers.edits import edited_copy, edits_of, run_in, write_own_file
 from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
 from helpers.scripted_rollout import ANSWER, CALL, play
 from helpers.toy_run import build_toy_world, train
@@ -46,16 +42,12 @@ RL = ["--data.train", "x"]
 # ---- a loss
 
 
-def sapo_at_3() -> tuple[LossInputs, torch.Tensor]:
-    logprobs = torch.tensor([[1.0, 3.0]]).log().requires_grad_()
-    ones, zeros = torch.ones(1, 2), torch.zeros(1, 2)
-    return LossInputs(logprobs, zeros, ones, torch.tensor([[1, 0]]), ref_logprobs=zeros), logprobs
-
-
 def test_a_loss_is_one_file_and_one_flag(tmp_path):
     flag = f"{write_own_file('A loss', tmp_path)}:sapo"
     cfg = load_config(RLConfig, [*RL, "--loss.kind", flag, "--loss.kl_coefficient", "0.1"])
-    inputs, logprobs = sapo_at_3()
+    logprobs = torch.tensor([[1.0, 3.0]]).log().requires_grad_()
+    ones, zeros = torch.ones(1, 2), torch.zeros(1, 2)
+    inputs = LossInputs(logprobs, zeros, ones, torch.tensor([[1, 0]]), ref_logprobs=zeros)
     loss, metrics = policy_loss(inputs, cfg.loss)
     loss.backward()
     assert loss.item() == -2.0 and logprobs.grad.tolist() == [[-1.0, 0.0]]  # on-policy, gate 1/2: the gradient is -A
@@ -83,32 +75,12 @@ except UserError as error:
 """
 
 
-def edits_for_sapo() -> list[Edit]:
+def test_a_loss_of_the_package_with_a_knob_is_one_function_one_line_and_one_field(tmp_path):
     [(_, file)], edits = edits_of("A loss"), edits_of("Into the package")
     function = file[file.index("def sapo") :].replace("TEMPERATURE", "cfg.sapo_temperature")
-    return [("In `arpo/losses.py`, above `TOKEN_LOSSES`:", function), *edits]
-
-
-def test_a_loss_of_the_package_with_a_knob_is_one_function_one_line_and_one_field(tmp_path):
-    edits = edits_for_sapo()
+    edits = [("In `arpo/losses.py`, above `TOKEN_LOSSES`:", function), *edits]
     assert [code.count("def ") for _, code in edits] == [1, 0, 0]
     assert "did you mean 'sapo'? use one of sapo, ppo" in run_in(edited_copy(tmp_path, edits), USE_SAPO)
-
-
-def test_the_tests_know_a_knob_of_the_package_from_its_field(tmp_path):
-    edited_copy(tmp_path, edits_for_sapo())
-    checks = shutil.copy(ROOT / "tests" / "start" / "test_checks.py", tmp_path)
-    ours = ["-k", "facts or sapo_temperature"]
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *ours, checks]
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT}"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:]
-    assert "[RLConfig-loss.sapo_temperature-loss.kind] PASSED" in done.stdout
-
-
-def test_an_edit_in_a_place_that_is_not_there_is_noticed(tmp_path):
-    with pytest.raises(AssertionError, match="there is no LOSSES"):
-        edited_copy(tmp_path, [("One line in `LOSSES` of `arpo/losses.py`:", "    1: 1,\n")])
 
 
 # ---- an advantage
@@ -273,7 +245,10 @@ def test_an_option_of_a_tool_is_checked_like_any_knob(tmp_path, options, words):
     assert "\n" not in str(error.value)
 
 
-def test_options_of_no_loaded_tool_and_of_a_tool_without_any_are_refused(tmp_path):
+def test_options_stand_in_yaml_as_mappings_and_those_of_no_loaded_tool_or_of_one_without_any_are_refused(tmp_path):
+    name = f"{write_own_file('A tool with options', tmp_path)}:Calculator"
+    (tmp_path / "c.yaml").write_text(f"tools:\n  names: [{name}]\n  options:\n    - {{{name}: {{digits: 3}}}}\n")
+    assert make_tools(load_config(Config, [str(tmp_path / "c.yaml")]).tools)["calculator"].cfg.digits == 3
     age = f"{write_own_file('A tool from a function', tmp_path)}:age"
     with pytest.raises(UserError, match=r"takes no options \(its constructor"):
         tool_schemas(load_config(Config, ["--tools.names", age, "--tools.options", json.dumps({age: {"a": 1}})]).tools)
@@ -284,14 +259,6 @@ def test_options_of_no_loaded_tool_and_of_a_tool_without_any_are_refused(tmp_pat
     ):
         with pytest.raises(UserError, match=rf"tools\.options: {words}"):
             load_config(Config, ["--tools.options", entry])
-
-
-def test_options_stand_in_yaml_as_mappings(tmp_path):
-    name = f"{write_own_file('A tool with options', tmp_path)}:Calculator"
-    entry = f"tools:\n  names: [{name}]\n  options:\n    - {{{name}: {{digits: 3}}}}\n"
-    (tmp_path / "c.yaml").write_text(entry)
-    cfg = load_config(Config, [str(tmp_path / "c.yaml")]).tools
-    assert make_tools(cfg)["calculator"].cfg.digits == 3
 
 
 PLAIN = """
@@ -320,12 +287,8 @@ def test_a_tool_need_not_derive_from_the_base_class(tmp_path, name):
     [(_, result)] = runner.collect(block=True)
     runner.close()
     assert (result.text, result.ok) == ("plain the context", True) and not take_counts(tools)
-
-
-def test_two_tools_of_one_tag_are_refused(tmp_path):
-    name = f"{write_own_file('A tool from a function', tmp_path)}:age"
-    with pytest.raises(UserError, match="has the tag 'age', which is taken"):
-        tool_schemas(ToolsConfig(names=(name, name)))
+    with pytest.raises(UserError, match="has the tag 'plain', which is taken"):
+        tool_schemas(ToolsConfig(names=(f"{tmp_path}/mine.py:{name}",) * 2))
 
 
 T, A = "<think>t</think>", "<think>t</think><answer>\\boxed{4}</answer>"
@@ -384,37 +347,30 @@ def found(tmp_path_factory) -> dict:
     }
 
 
-def reward(trajectory: dict) -> tuple[float, dict, str]:
-    return trajectory["reward"], trajectory["reward_parts"], trajectory["reward_reason"]
-
-
-def test_a_well_formed_call_of_the_tool_earns_what_one_of_python_earns(found):
+def test_calls_of_the_tool_earn_and_lose_what_those_of_python_do_and_the_bonus_can_be_for_it(found):
     plain = found["plain"]
-    assert reward(plain["calculator"]) == reward(plain["python"])
-    assert reward(plain["calculator"]) == (1.0, {"format": 1.0, "accuracy": 1.0, "tool_bonus": 0.0}, "")
+
+    def reward(name: str) -> tuple[float, dict, str]:
+        return plain[name]["reward"], plain[name]["reward_parts"], plain[name]["reward_reason"]
+
+    right = (1.0, {"format": 1.0, "accuracy": 1.0, "tool_bonus": 0.0}, "")
+    assert reward("calculator") == reward("python") == right
+    assert reward("unclosed") == reward("unclosed_python")
+    assert (reward("unclosed")[0], reward("unclosed")[2]) == (-1.0, "unclosed_call")
+    assert (reward("unopened")[0], reward("unopened")[2]) == (-1.0, "unopened_call")
+    with_bonus = {name: trajectory["reward"] for name, trajectory in found["bonus"].items()}
+    assert with_bonus["both"] == 1.1 and plain["both"]["reward"] == 1.0
+    assert with_bonus["failed"] == with_bonus["calculator"] == 1.0
 
 
-def test_an_unclosed_or_unopened_call_of_the_tool_loses_what_one_of_python_loses(found):
-    plain = found["plain"]
-    assert reward(plain["unclosed"]) == reward(plain["unclosed_python"])
-    assert (plain["unclosed"]["reward"], plain["unclosed"]["reward_reason"]) == (-1.0, "unclosed_call")
-    assert (plain["unopened"]["reward"], plain["unopened"]["reward_reason"]) == (-1.0, "unopened_call")
-
-
-def test_the_tools_tags_in_a_search_result_are_escaped(found):
-    [call] = [call for turn in found["plain"]["search"]["turns"] for call in turn["tool_calls"]]
-    assert call["ok"] and "&lt;calculator&gt;1&lt;/calculator&gt; &lt;answer&gt;5" in call["result"]
-    assert "<calculator>" not in call["result"] and found["plain"]["search"]["reward"] == 1.0
-
-
-def test_the_tools_knob_acts(found):
-    assert found["plain"]["calculator"]["turns"][0]["tool_calls"][0]["result"] == "6.67"
-
-
-def test_the_bonus_can_be_for_the_tool(found):
-    rewards = {name: trajectory["reward"] for name, trajectory in found["bonus"].items()}
-    assert rewards["both"] == 1.1 and rewards["failed"] == rewards["calculator"] == 1.0
-    assert found["plain"]["both"]["reward"] == 1.0
+def test_the_tools_knob_acts_and_its_tags_in_a_search_result_are_escaped(found):
+    [[calculated], [searched]] = [
+        [call for turn in found["plain"][name]["turns"] for call in turn["tool_calls"]]
+        for name in ("calculator", "search")
+    ]
+    assert calculated["result"] == "6.67" and searched["ok"]
+    assert "&lt;calculator&gt;1&lt;/calculator&gt; &lt;answer&gt;5" in searched["result"]
+    assert "<calculator>" not in searched["result"] and found["plain"]["search"]["reward"] == 1.0
 
 
 def test_prompt_metrics_prices_and_grades_know_the_tool(found):

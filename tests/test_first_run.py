@@ -38,6 +38,12 @@ QWEN_3B = Shape(2048, 11008, 36, 16, 2, 128, 151_936, tied=True, qkv_bias=True)
 QWEN_7B = Shape(3584, 18944, 28, 28, 4, 128, 152_064, qkv_bias=True)
 
 
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """Where the commands name their files from."""
+    monkeypatch.chdir(ROOT)
+
+
 def commands(text: str) -> list[list[str]]:
     """The commands in the blocks of a page, without their comments."""
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
@@ -72,8 +78,7 @@ PAGES = ["README.md", "docs/data.md", "docs/scale.md", "docs/training.md", "docs
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_a_page_are_accepted(page, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_the_commands_of_a_page_are_accepted(page):
     found = list(filter(None, map(script_and_arguments, commands((ROOT / page).read_text()))))
     assert found
     for name, argv in found:
@@ -82,7 +87,6 @@ def test_the_commands_of_a_page_are_accepted(page, monkeypatch):
 
 def test_the_commands_for_several_nodes_start_and_share_no_file_of_sqlite(monkeypatch):
     """Without a zone they ended at once, and with one all nodes opened data/search_cache.sqlite."""
-    monkeypatch.chdir(ROOT)
     monkeypatch.setenv("BRIGHTDATA_API_KEY", "key")
     page = (ROOT / "docs/scale.md").read_text()
     of_nodes = page.partition("\n## Several nodes\n")[2].partition("\n## ")[0]
@@ -95,8 +99,7 @@ def test_the_commands_for_several_nodes_start_and_share_no_file_of_sqlite(monkey
 
 
 @pytest.mark.parametrize("title", ["Your first run on one GPU", "And on eight"])
-def test_the_first_runs_follow_each_other_and_end_with_the_line_that_is_promised(title, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_the_first_runs_follow_each_other_and_end_with_the_line_that_is_promised(title):
     found = first_commands(title)
     sft, rl = load_config(SFTConfig, found["arpo-sft"]), load_config(RLConfig, found["arpo-rl"])
     assert rl.model.path == f"runs/{sft.run.name}/hf"
@@ -116,8 +119,7 @@ def need(shape: Shape, cfg: SFTConfig | RLConfig, ranks: int, gib: float) -> Mem
     return found
 
 
-def test_the_memory_that_is_promised_is_what_the_start_of_a_run_reckons(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_the_memory_that_is_promised_is_what_the_start_of_a_run_reckons():
     one, eight = section("Your first run on one GPU"), section("And on eight")
     files = ["configs/qwen2.5_3b.yaml", "configs/arpo.yaml", "configs/one_gpu.yaml"]
     sft, rl = load_config(SFTConfig, [files[0], "configs/sft.yaml", files[2]]), load_config(RLConfig, files)
@@ -132,8 +134,7 @@ def test_the_memory_that_is_promised_is_what_the_start_of_a_run_reckons(monkeypa
     assert f"6 to 7 hours with its saves, and {need(QWEN_7B, rl, 8, large).rollout / GIB:.0f} GiB" in eight
 
 
-def test_the_hours_that_are_promised_are_what_scaling_prints(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_the_hours_that_are_promised_are_what_scaling_prints():
     one, eight = section("Your first run on one GPU"), section("And on eight")
     files = ["configs/qwen2.5_3b.yaml", "configs/arpo.yaml", "configs/one_gpu.yaml"]
     num_steps = load_config(RLConfig, files).run.num_steps
@@ -154,8 +155,7 @@ CARDS = ("1xRTX4080-16GB", "1xRTX4090-24GB", "1xH100-80GB")
 SIZES = [line for line in FIRST_HOUR.splitlines() if " GiB, " in line]
 
 
-def test_the_first_hour_stands_before_the_other_recipes_and_its_runs_follow_each_other(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_the_first_hour_stands_before_the_other_recipes_and_its_runs_follow_each_other():
     assert README.index("## The first GPU hour") < README.index("## Your first run on one GPU")
     found = [words for words in commands(FIRST_HOUR) if words and words[0] in CONFIGS]
     (rl, python), (before, after) = (
@@ -175,10 +175,9 @@ def test_the_first_hour_stands_before_the_other_recipes_and_its_runs_follow_each
         assert evaluated.model.enable_thinking == rl.model.enable_thinking
 
 
-def test_the_first_hour_has_the_settings_of_the_published_run(monkeypatch):
+def test_the_first_hour_has_the_settings_of_the_published_run():
     """Arctic-Platform #55: 32 prompts x 4, mini-batches of 4, lr 1e-6, prompt 512, response 1,024, no KL, an evaluation
     of all 1,319 questions every 10 steps. huggingface/trl #3892 asks for a standard run on GSM8K, and finds none."""
-    monkeypatch.chdir(ROOT)
     cfg = load_config(RLConfig, ["configs/gsm8k.yaml"])
     assert (cfg.data.num_prompts_per_step, cfg.rollout.group_size, cfg.update.num_prompts_per_minibatch) == (32, 4, 4)
     assert (cfg.optim.lr, cfg.optim.schedule, cfg.optim.warmup_ratio) == (1e-6, "constant", 0)
@@ -195,9 +194,8 @@ def test_the_first_hour_has_the_settings_of_the_published_run(monkeypatch):
 
 
 @pytest.mark.parametrize("line", SIZES, ids=lambda line: line.split("|")[1].strip(" *"))
-def test_the_sizes_of_the_first_hour_are_what_scaling_prints(line, monkeypatch):
+def test_the_sizes_of_the_first_hour_are_what_scaling_prints(line):
     """Jiayi-Pan/TinyZero #64: 0.5B, 1.5B and 3B on cards of 24 GB; what fits was not said, and 1.5B and 3B did not."""
-    monkeypatch.chdir(ROOT)
     model, *cells = (cell.strip(" *") for cell in line.strip("| ").split("|"))
     [lora] = re.findall(r"LoRA is `([^`]*)`", FIRST_HOUR.replace("\n", " "))
     for card, cell in zip(CARDS, cells, strict=True):
@@ -219,9 +217,8 @@ def test_the_sizes_of_the_first_hour_are_what_scaling_prints(line, monkeypatch):
             assert cost_model.misfits(shape, full, hw, 1)
 
 
-def test_another_size_of_the_first_run_names_its_own_model(monkeypatch):
+def test_another_size_of_the_first_run_names_its_own_model():
     """The second command must not drop the SFT model for the raw one."""
-    monkeypatch.chdir(ROOT)
     one = " ".join(section("Your first run on one GPU").split())
     pairs = re.findall(r"`(configs/\S+\.yaml)` and `--model\.path (\S+)`", one)
     assert [Path(file).stem for file, _ in pairs] == ["qwen2.5_1.5b", "qwen2.5_7b"]

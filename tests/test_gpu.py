@@ -104,17 +104,6 @@ def scores_of_plain_model(plain, rows: list[Row]) -> tuple[torch.Tensor, dict[st
     return logprobs.detach(), {name: p.grad for name, p in plain.named_parameters()}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "varlen", "flash_attention_2"])
-def test_packed_rows_do_not_see_each_other(load, ranks, attention):
-    skip_unless_here(attention)
-    dtype = "bfloat16" if attention in ("varlen", "flash_attention_2") else "float32"
-    policy, rows = load(dtype, attention), some_rows(3, 20, 150)
-    packed, _ = scores(policy, collate(rows, range(3)).to(ranks.device), backward=False)
-    for b, row in enumerate(rows):
-        alone, _ = scores(policy, collate([row]).to(ranks.device), backward=False)
-        assert_close(packed[b, : len(row.response_ids)], alone[0], TOLERANCE[dtype])
-
-
 @pytest.mark.parametrize("attention", ["varlen", "flash_attention_2"])
 @pytest.mark.parametrize("layout", ["packed", "tree", "empty"])
 def test_flash_attention_equals_sdpa(load, ranks, attention, layout):

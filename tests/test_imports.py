@@ -80,20 +80,16 @@ def circle_in(arrows: dict[str, set[str]]) -> list[str]:
     return next(filter(None, (search(name, []) for name in sorted(arrows))), [])
 
 
+def test_the_package_imports_no_script_and_scripts_do_not_import_each_other():
+    for name, path in [*NAMES.items(), *((script, ROOT / f"{script}.py") for script in SCRIPTS)]:
+        assert not packages_of(path) & set(SCRIPTS), name
+
+
 def test_the_package_does_not_know_the_extras():
     """They know it, and come in as FILE.py:NAME."""
     for name, path in NAMES.items():
         assert "extras" not in packages_of(path), name
         assert "extras/" not in path.read_text(), name
-
-
-def test_the_package_never_imports_a_script():
-    assert not {name for name, path in NAMES.items() if packages_of(path) & set(SCRIPTS)}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_never_import_each_other(script):
-    assert not packages_of(ROOT / f"{script}.py") & set(SCRIPTS)
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -186,3 +182,14 @@ def test_help_answers_without_importing_torch(script):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "--run.name" in done.stdout
     assert " torch\n" not in done.stderr and " transformers\n" not in done.stderr and " tyro\n" in done.stderr
+
+
+def test_no_test_file_imports_anything_of_another():
+    """What two test files need is in tests/helpers."""
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found += [f"{path.name}: {name}" for name in names if name.split(".")[-1].startswith(("test_", "conftest"))]
+    assert found == []

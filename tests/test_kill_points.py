@@ -10,7 +10,18 @@ from helpers.models import searching_model
 from helpers.runs import differing
 from helpers.toy_run import build_toy_world, train, train_and_kill
 
-PLACES = [  # what is called when the rank dies, at which call since the start of the process, and which rank
+# What is called when the rank dies, at which call since the start of the process, and which rank.
+SAVE = [
+    ("begin of a save", "arpo.checkpoint.checkpoints:Checkpoints.write", 2, 1),
+    ("files of a save", "arpo.checkpoint.writer:MeasuredFiles.create_stream", 2, 1),
+    ("manifest", "arpo.checkpoint.manifest:write", 2, 0),
+    ("rename done, pointer not", "arpo.checkpoint.manifest:sync", 16, 0),
+]
+EXPORT = [
+    ("weights of an export", "safetensors.torch:save_file", 2, 0),
+    ("link to an export", "arpo.checkpoint.export:point_to", 2, 0),
+]
+PLACES = [
     ("loading of the model", "arpo.model:load_policy", 1, 1),
     ("start of the engine", "arpo.engine:Engine.__init__", 1, 0),
     ("validation before step 1", "arpo.sampling.sampler:Sampler.run", 1, 1),
@@ -25,25 +36,15 @@ PLACES = [  # what is called when the rank dies, at which call since the start o
     ("weight sync", "arpo.engine:Engine.sync_weights", 3, 1),
     ("log of the step", "arpo.log.run_log:RunLog.scalars", 2, 0),
     ("trajectory dump", "arpo.log.dumps:DumpWriter._write", 2, 0),
-    ("begin of a save", "arpo.checkpoint.checkpoints:Checkpoints.write", 2, 1),
-    ("files of a save", "arpo.checkpoint.writer:MeasuredFiles.create_stream", 2, 1),
-    ("manifest", "arpo.checkpoint.manifest:write", 2, 0),
-    ("rename done, pointer not", "arpo.checkpoint.manifest:sync", 16, 0),
+    *SAVE,
     ("loading of a checkpoint", "torch.distributed.checkpoint:load", 1, 1),
     ("begin of an export", "arpo.checkpoint.export:write_hf", 2, 0),
-    ("weights of an export", "safetensors.torch:save_file", 2, 0),
-    ("link to an export", "arpo.checkpoint.export:point_to", 2, 0),
+    *EXPORT,
     ("end of the run", "arpo.log.run_log:RunLog.finish", 1, 0),
 ]
-
-
 OF_THE_THREAD = [
-    ("begin of a save", "arpo.checkpoint.checkpoints:Checkpoints.write", 2, 1),
-    ("files of a save", "arpo.checkpoint.writer:MeasuredFiles.create_stream", 2, 1),
-    ("manifest", "arpo.checkpoint.manifest:write", 2, 0),
-    ("rename done, pointer not", "arpo.checkpoint.manifest:sync", 16, 0),
-    ("weights of an export", "safetensors.torch:save_file", 2, 0),
-    ("link to an export", "arpo.checkpoint.export:point_to", 2, 0),
+    *SAVE,
+    *EXPORT,
     ("a step beside a save", "arpo.update:fill_advantages", 3, 1),
     ("next save, which waits for the one before", "arpo.checkpoint:Saver.wait", 3, 0),
     ("end of the run", "arpo.log.run_log:RunLog.finish", 1, 0),

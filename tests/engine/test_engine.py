@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,12 +171,6 @@ def test_top_p_narrows_what_is_sampled_but_not_what_is_reported(engine, hf):
     assert_matches(chunk, logprobs)
 
 
-def test_greedy_tokens_carry_the_logprobs_of_temperature_one(engine, hf):
-    chunk = run(engine, {"a": (prompt_of(10), SamplingSpec(max_tokens=8, temperature=0.0))})["a"]
-    assert chunk.token_ids == hf_greedy(hf, prompt_of(10), 8)
-    assert_matches(chunk, hf_logprobs(hf, prompt_of(10), chunk.token_ids))
-
-
 def test_greedy_requests_go_beside_sampled_ones(engine, hf):
     """Each gets the tokens that it gets alone, whichever came first; the sampled ones' logprobs are of their policy."""
     greedy = {
@@ -222,13 +217,16 @@ def test_tokens_that_come_together_are_those_that_come_one_by_one(engine):
     assert all(len(chunk.entropies) == len(chunk.top_logprobs) == 6 for chunk in together.values())
 
 
-def test_stats_count_generated_and_prefilled_tokens(engine):
-    before = replace(engine.stats)
-    chunk = run(engine, {"a": (prompt_of(64), SamplingSpec(max_tokens=4, temperature=0.0))})["a"]
-    run(engine, {"b": (prompt_of(64) + chunk.token_ids, SamplingSpec(max_tokens=1, temperature=0.0))})
-    assert engine.stats.generated_tokens - before.generated_tokens == len(chunk.token_ids) + 1
-    # the cache has the first prompt's 64 tokens
-    assert engine.stats.prefilled_tokens - before.prefilled_tokens == 64 + len(chunk.token_ids)
+def test_stats_count_tokens_and_a_continuation_finds_all_before_it_in_the_prefix_cache(engine):
+    before, prompt = replace(engine.stats), prompt_of(100)
+    chunk = run(engine, {"a": (prompt, SamplingSpec(max_tokens=40, temperature=0.0))})["a"]
+    first = replace(engine.stats)
+    assert first.generated_tokens - before.generated_tokens == len(chunk.token_ids)
+    assert first.prefilled_tokens - before.prefilled_tokens == 100
+    continued = prompt + chunk.token_ids + prompt_of(5, 3)
+    run(engine, {"b": (continued, SamplingSpec(max_tokens=1, temperature=0.0))})
+    assert engine.stats.generated_tokens - first.generated_tokens == 1
+    assert 5 <= engine.stats.prefilled_tokens - first.prefilled_tokens <= 5 + 32
 
 
 # ------------------------------------------------------------------------------------------- how requests end
@@ -263,23 +261,21 @@ def scripted(untied):
     model.load_state_dict(kept)
 
 
-def test_a_stop_string_ends_the_request_with_its_closing_tag(scripted, tokenizer):
+@pytest.mark.parametrize(
+    "said, stops, stop",
+    [
+        ("<python>prit(1+2)</python>o<search>", ("</search>", "</python>"), "</python>"),
+        ("1+2=k;z", ("2=k;",), "2=k;"),  # spread over several tokens
+    ],
+)
+def test_a_stop_string_ends_the_request_and_is_its_end(scripted, tokenizer, said, stops, stop):
     engine, say = scripted
-    ids = tokenizer("w<python>prit(1+2)</python>o<search>", add_special_tokens=False).input_ids
+    ids = tokenizer(f"w{said}", add_special_tokens=False).input_ids
     say(ids)
-    spec = SamplingSpec(max_tokens=50, temperature=0.0, stop=("</search>", "</python>"))
-    chunk = run(engine, {"a": (ids[:1], spec)})["a"]
-    assert (chunk.finish, chunk.stop_string) == ("stop", "</python>")
-    assert tokenizer.decode(chunk.token_ids) == "<python>prit(1+2)</python>"
+    chunk = run(engine, {"a": (ids[:1], SamplingSpec(max_tokens=50, temperature=0.0, stop=stops))})["a"]
+    assert (chunk.finish, chunk.stop_string) == ("stop", stop)
+    assert tokenizer.decode(chunk.token_ids) == said[: said.index(stop)] + stop
     assert len(chunk.logprobs) == len(chunk.token_ids)
-
-
-def test_a_stop_string_may_be_spread_over_several_tokens(scripted, tokenizer):
-    engine, say = scripted
-    ids = tokenizer("w1+2=k;z", add_special_tokens=False).input_ids
-    say(ids)
-    chunk = run(engine, {"a": (ids[:1], SamplingSpec(max_tokens=50, temperature=0.0, stop=("2=k;",)))})["a"]
-    assert (chunk.finish, chunk.stop_string, tokenizer.decode(chunk.token_ids)) == ("stop", "2=k;", "1+2=k;")
 
 
 def test_the_tokenizers_end_token_and_those_of_the_generation_config_are_eos(scripted, tokenizer):
@@ -300,11 +296,6 @@ def test_the_line_after_the_start_counts_the_kv_caches_tokens(engine):
     assert found and int(found[1]) == pytest.approx(CFG.kv_cache_gib * 2**30 / token_bytes / 1000, abs=2), line
 
 
-def test_the_token_budget_ends_a_request_as_length(engine):
-    chunk = run(engine, {"a": (prompt_of(5), SamplingSpec(max_tokens=3, temperature=0.0))})["a"]
-    assert (chunk.finish, len(chunk.token_ids)) == ("length", 3)
-
-
 def test_an_aborted_request_yields_nothing_more_and_the_others_go_on(engine):
     spec = SamplingSpec(max_tokens=30, temperature=0.0)
     for request_id in ("kept", "dropped"):
@@ -314,16 +305,6 @@ def test_an_aborted_request_yields_nothing_more_and_the_others_go_on(engine):
     assert engine.num_running == 1
     rest = [engine.step() for _ in range(5)]
     assert {c.request_id for chunks in rest for c in chunks} == {"kept"}
-
-
-def test_a_continuation_finds_its_prompt_in_the_prefix_cache(engine):
-    prompt, before = prompt_of(100), engine.stats.prefilled_tokens
-    chunk = run(engine, {"a": (prompt, SamplingSpec(max_tokens=40, temperature=0.0))})["a"]
-    first = engine.stats.prefilled_tokens
-    assert first - before == 100
-    seen = prompt + chunk.token_ids
-    run(engine, {"b": (seen + prompt_of(5, 3), SamplingSpec(max_tokens=2, temperature=0.0))})
-    assert 5 <= engine.stats.prefilled_tokens - first <= 5 + 32
 
 
 # ------------------------------------------------------------------------------------------- randomness
@@ -374,22 +355,22 @@ def test_sampling_leaves_the_callers_random_generators_alone(engine):
     assert first.token_ids != second.token_ids  # its own generator moves on
 
 
-def test_a_prompt_that_does_not_fit_is_refused_and_leaves_nothing_behind(engine):
+def test_what_an_engine_cannot_do_is_refused_and_leaves_nothing_behind(engine, hf):
     with pytest.raises(AssertionError, match="no room"):
         engine.submit("a", prompt_of(MAX_MODEL_LEN), SamplingSpec(max_tokens=1))
     assert engine.num_running == 0
-
-
-def test_a_request_ends_as_length_where_the_context_ends(engine):
-    prompt = prompt_of(MAX_MODEL_LEN - 3)
-    chunk = run(engine, {"a": (prompt, SamplingSpec(max_tokens=50, temperature=0.0))})["a"]
-    assert (chunk.finish, len(chunk.token_ids)) == ("length", 3)
-
-
-def test_requests_of_two_temperatures_do_not_fly_together(engine):
     engine.submit("a", prompt_of(5), SamplingSpec(max_tokens=5))
     with pytest.raises(AssertionError, match="temperature"):
         engine.submit("b", prompt_of(5), SamplingSpec(max_tokens=5, temperature=0.5))
+    with pytest.raises(AssertionError, match="requests run"):
+        engine.sync_weights(hf.named_parameters())
+    assert engine.num_running == 1
+
+
+@pytest.mark.parametrize("length, max_tokens", [(5, 3), (MAX_MODEL_LEN - 3, 50)])
+def test_a_request_ends_as_length_where_its_budget_or_the_context_ends(engine, length, max_tokens):
+    chunk = run(engine, {"a": (prompt_of(length), SamplingSpec(max_tokens=max_tokens, temperature=0.0))})["a"]
+    assert (chunk.finish, len(chunk.token_ids)) == ("length", 3)
 
 
 # ------------------------------------------------------------------------------------------- weights
@@ -431,12 +412,6 @@ def test_a_sync_that_misses_a_parameter_fails_instead_of_keeping_the_old_one(eng
         engine.sync_weights(incomplete)
 
 
-def test_no_sync_while_requests_run(engine, hf):
-    engine.submit("a", prompt_of(5), SamplingSpec(max_tokens=5))
-    with pytest.raises(AssertionError, match="requests run"):
-        engine.sync_weights(hf.named_parameters())
-
-
 def test_after_sleep_and_wake_up_a_sync_makes_it_sample_again(engine, hf):
     free_awake = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
     engine.sleep()
@@ -463,49 +438,51 @@ def test_two_ranks_sync_from_fsdp2_shards_without_a_word_on_the_terminal(tiny_mo
 # ------------------------------------------------------------------------------------------- bad input
 
 
-def test_a_folder_without_weights_is_a_user_error_in_one_line(tmp_path):
-    folder = build_tiny_model(tmp_path, weights=False)
-    with pytest.raises(UserError, match=r"no weights \(\*\.safetensors\)") as caught:
-        Engine(str(folder), CFG, max_model_len=MAX_MODEL_LEN, seed=0)
-    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+def rename_architecture(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("Qwen3ForCausalLM", "NobodyForCausalLM").replace("qwen3", "nobody"))
 
 
-def edit_weights(folder: Path, edit) -> None:
-    weights = load_file(folder / "model.safetensors")
-    edit(weights)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+def truncate_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
 
 
-FIXES = {
-    "unknown_architecture": "Transformers does not recognize this architecture",
-    "truncated_weights": "not a valid safetensors file",
-    "missing_parameter": "1 weights are missing, model.layers.1.mlp.up_proj.weight first",
-    "wrong_shape": r"model.norm.weight has shape \(5,\), config.json says \(64,\)",
-    "kv_cache_too_small": "engine.kv_cache_gib",
-}
+def edit_weights(edit) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        edit(weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return damage
 
 
-@pytest.mark.parametrize("damage", FIXES)
-def test_what_cannot_be_loaded_is_a_user_error_in_one_line(tmp_path, damage, capfd):
+MISSING = edit_weights(lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+MISSHAPEN = edit_weights(lambda weights: weights.update({"model.norm.weight": torch.ones(5)}))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), r"no weights \(\*\.safetensors\)"),
+        (rename_architecture, "Transformers does not recognize this architecture"),
+        (truncate_weights, "not a valid safetensors file"),
+        (MISSING, "1 weights are missing, model.layers.1.mlp.up_proj.weight first"),
+        (MISSHAPEN, r"model.norm.weight has shape \(5,\), config.json says \(64,\)"),
+        (None, "engine.kv_cache_gib"),
+    ],
+    ids=["no weights", "unknown architecture", "truncated", "missing", "wrong shape", "small cache"],
+)
+def test_what_cannot_be_loaded_is_a_user_error_in_one_line(tmp_path, damage, message, capfd):
     folder, cfg = build_tiny_model(tmp_path), CFG
-    if damage == "unknown_architecture":
-        config = folder / "config.json"
-        config.write_text(
-            config.read_text().replace("Qwen3ForCausalLM", "NobodyForCausalLM").replace("qwen3", "nobody")
-        )
-    elif damage == "truncated_weights":
-        weights = folder / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:1000])
-    elif damage == "missing_parameter":
-        edit_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
-    elif damage == "wrong_shape":
-        edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(5)}))
+    if damage:
+        damage(folder)
     elif torch.cuda.is_available():
         pytest.skip("kv_cache_gib is the CPU's")
     else:
         cfg = replace(CFG, kv_cache_gib=1e-5)
     capfd.readouterr()
-    with pytest.raises(UserError, match=FIXES[damage]) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         Engine(str(folder), cfg, max_model_len=MAX_MODEL_LEN, seed=0)
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")

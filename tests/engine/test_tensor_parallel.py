@@ -112,11 +112,13 @@ def tokens_of(groups: list[Group]) -> list[tuple]:
 
 
 @pytest.mark.slow
-def test_both_ranks_of_a_team_have_the_same_trees(team_of_two):
+def test_both_ranks_of_a_team_have_the_same_trees_which_count_once_in_the_exchange(team_of_two):
     for step in ("first", "second", "forked_late"):
         ours, theirs = ([t for g in rank[step] for t in g.trajectories] for rank in team_of_two)
         assert len(ours) == NUM_PROMPTS * CFG.group_size and any(t.parent_id for t in ours)
         assert [vars(t) for t in ours] == [vars(t) for t in theirs]
+    for rank in team_of_two:
+        assert tokens_of(rank["once"]) == tokens_of(rank["first"])
 
 
 @pytest.mark.slow
@@ -137,12 +139,6 @@ def test_only_the_first_rank_runs_tools_and_every_call_once(team_of_two):
     ]
     assert sum(calls) > 10
     assert [rank["ran"] for rank in team_of_two] == [sum(calls), 0]
-
-
-@pytest.mark.slow
-def test_a_team_counts_once_in_the_exchange(team_of_two):
-    for rank in team_of_two:
-        assert tokens_of(rank["once"]) == tokens_of(rank["first"])
 
 
 @pytest.mark.slow

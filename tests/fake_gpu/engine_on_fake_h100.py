@@ -279,53 +279,7 @@ def interface_v2() -> list[str]:
     return wrong + (["SamplerOutput is frozen"] if SamplerOutput.__dataclass_params__.frozen else [])
 
 
-# ------------------------------------------------------------------------------------- sleep, wake up, reload, close
-
-
-def cycle() -> list:
-    """Return what the worker is asked for by sleep and wake_up in Engine's order, and whether it is awake then."""
-    from vllm.v1.executor.abstract import Executor
-
-    calls = []
-
-    class Recorder(Executor):
-        _init_executor = check_health = None
-        __init__ = lambda self: None  # noqa: E731
-
-        def collective_rpc(self, method, *args, **kwargs):
-            calls.append([method, kwargs["kwargs"]])
-
-    Recorder.__abstractmethods__ = frozenset()
-    executor = Recorder()
-    executor.sleeping_tags = set()
-    if not isinstance(inspect.getattr_static(Executor, "is_sleeping", None), property):
-        executor.is_sleeping = False
-    executor.sleep(level=2)
-    executor.wake_up(tags=["weights"])
-    executor.wake_up(tags=["kv_cache"])
-    return [*calls, executor.is_sleeping]
-
-
-def allocations() -> dict:
-    """Return which tags the real allocator unmaps at level 2 and maps again for each wake-up."""
-    from vllm.device_allocator import cumem
-
-    mapped: list[str] = []
-    cumem.unmap_and_release = lambda handle: mapped.append(f"-{handle[0]}")
-    cumem.create_and_map = lambda handle: mapped.append(f"+{handle[0]}")
-    torch.accelerator.empty_cache = torch.cuda.empty_cache = lambda: None
-    allocator = cumem.CuMemAllocator()
-    for address, tag in enumerate(("weights", "kv_cache")):
-        allocator.pointer_to_data[address] = cumem.AllocationData((tag, 8, address, 0), tag)
-    found = {}
-    for name, call in {
-        "sleep": lambda: allocator.sleep(offload_tags=()),
-        "weights": lambda: allocator.wake_up(["weights"]),
-        "kv_cache": lambda: allocator.wake_up(["kv_cache"]),
-    }.items():
-        call()
-        found[name], mapped[:] = list(mapped), []
-    return found
+# ------------------------------------------------------------------------------------- what the engine calls
 
 
 def interface() -> list[str]:
@@ -481,11 +435,9 @@ SECTIONS = {
     "sampler_v2_0": lambda: sampler_v2(0.0),
     "sampler_v2_top_p": lambda: sampler_v2(1.0, 1e-6),
     "interface_v2": interface_v2,
-    "cycle": cycle,
     "interface": interface,
     "failures": failures,
     "fp8": fp8_reload,
-    "allocations": allocations,
 }
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from fake_gpu.collectives import Call, Record, mismatch
 from helpers.fakes import EchoTool
 from helpers.models import cfg_of
@@ -172,27 +171,6 @@ def test_the_steps_are_uneven(outcomes):
     """Some ranks have micro-batches without rows, which must not change what they issue."""
     rows = [outcome["plain"][1] for outcome in outcomes]
     assert any(0 in own for own in rows) and not all(0 in own for own in rows)
-
-
-def in_another_order(ranks: Ranks) -> list[Call]:
-    """Two collectives of two process groups, which rank 1 begins with the other one. Gloo does not mind."""
-    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
-    tensors = [torch.ones(3), torch.ones(5)]
-    with Record() as record:
-        order = [0, 1] if ranks.rank == 0 else [1, 0]
-        works = [dist.all_reduce(tensors[i], group=groups[i], async_op=True) for i in order]
-        for work in works:
-            work.wait()
-    assert tensors[0].tolist() == [2.0] * 3
-    return record.calls
-
-
-@pytest.mark.slow
-def test_a_rank_that_comes_in_another_order_is_found_though_gloo_does_not_mind():
-    zero, one = run_ranks(2, in_another_order)
-    found = mismatch({0: zero, 1: one})
-    assert "collective 0 of ranks 0 and 1: rank 0 issues allreduce_([3] torch.float32) among ranks [0, 1]" in found
-    assert "rank 1 issues allreduce_([5] torch.float32)" in found and "test_collectives.py" in found
 
 
 def test_another_shape_dtype_or_operation_and_a_missing_call_are_found():

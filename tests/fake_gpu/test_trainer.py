@@ -11,13 +11,13 @@ import pytest
 import torch
 from fake_gpu.fake_cuda import CUDA, fake_cuda, to_fake_cuda
 from fake_gpu.flash_kernels import flash_kernels
+from fake_gpu.trainer_step import load_hf
 from helpers.models import build_tiny_model
 from helpers.ranks import mesh_of_one, ranks_of
 from helpers.updates import CASES, filled
-from transformers import AutoModelForCausalLM
 
 from arpo.config.sections import OptimConfig
-from arpo.model.attention import BY_ROW, register
+from arpo.model.attention import BY_ROW
 from arpo.model.critic import Critic, TrainedCritic, fill_values
 from arpo.model.optim import build_optimizer
 from arpo.model.policy import Policy
@@ -59,10 +59,7 @@ def on(device: torch.device, dtype: torch.dtype):
 
 
 def load(folder, device: torch.device, attention: str, dtype: torch.dtype):
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    hf.set_attn_implementation(register(attention))
-    hf.gradient_checkpointing_enable({"use_reentrant": False})
-    hf.train()
+    hf = load_hf(folder, attention).train()
     return to_fake_cuda(hf, dtype) if device == CUDA else hf.to(dtype)
 
 

@@ -1,14 +1,28 @@
 """Scored groups, the losses and advantages that differ in what they compute of them, and their mini-batch."""
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from arpo.config.sections import UpdateConfig
 from arpo.losses import AGGREGATIONS, TOKEN_LOSSES
+from arpo.metrics import Metrics
+from arpo.model import Policy
+from arpo.model.critic import TrainedCritic, fill_values
 from arpo.options import AdvantageConfig, LossConfig
+from arpo.ranks import Ranks
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
-from arpo.update import fill_advantages, fill_old_logprobs, fill_ref_logprobs, make_minibatches, update_policy
+from arpo.update import (
+    Minibatch,
+    fill_advantages,
+    fill_old_logprobs,
+    fill_ref_logprobs,
+    first_update_computes_old_logprobs,
+    make_minibatches,
+    update_policy,
+)
 
 GRPO, GAE, HARD = AdvantageConfig(), AdvantageConfig(kind="gae", gamma=0.9, lam=0.8), AdvantageConfig(tree="hard")
 CASES = {
@@ -85,3 +99,47 @@ def take_step(policy, optimizer, minibatch, loss, ranks, *, is_first=False):
         ranks=ranks,
         is_first=is_first,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """The models and options of what train_rl.py does with scored groups."""
+
+    policy: Policy
+    reference: Policy
+    critic: TrainedCritic | None
+    optimizer: torch.optim.Optimizer
+    ranks: Ranks
+
+    def train(
+        self,
+        groups: list[Group],
+        update: UpdateConfig,
+        advantage: AdvantageConfig,
+        loss: LossConfig,
+        ends: Callable[[str], None] = lambda stage: None,
+    ) -> tuple[list[Minibatch], Metrics]:
+        """Two updates on each mini-batch, in the order of the script. `ends` is told each stage when it is done."""
+        metrics = Metrics()
+        minibatches = make_minibatches(groups, update, advantage, self.ranks)
+        ends("collate")
+        for minibatch in minibatches[1:] if first_update_computes_old_logprobs(loss) else minibatches:
+            metrics.merge(fill_old_logprobs(self.policy, minibatch.micros, loss, 0.9))
+        ends("old logprobs")
+        for minibatch in minibatches if loss.kl_coefficient else ():
+            fill_ref_logprobs(self.reference, minibatch.micros, 0.9)
+        ends("reference")
+        for minibatch in minibatches if advantage.needs_critic else ():
+            fill_values(self.critic.model, minibatch.micros)
+        ends("values")
+        metrics.merge(fill_advantages(groups, minibatches, advantage, loss, self.ranks))
+        ends("advantages")
+        for number, minibatch in enumerate(minibatches * 2):
+            if advantage.needs_critic:
+                metrics.merge(self.critic.update(minibatch.micros, number, self.ranks))
+                ends(f"critic {number}")
+            is_first = number == 0
+            options = {"temperature": 0.9, "max_grad_norm": 1.0, "ranks": self.ranks, "is_first": is_first}
+            metrics.merge(update_policy(self.policy, self.optimizer, minibatch.micros, loss, **options))
+            ends(f"update {number}")
+        return minibatches, metrics
