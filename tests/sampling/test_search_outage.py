@@ -34,13 +34,14 @@ def searching_world(folder: Path, url: str) -> Path:
 
 
 COMMANDS = r"""
-arpo-rl() { "$PYTHON" -c "from extras.launch import train_rl; train_rl()" --nproc_per_node 2 "$CONFIG"; }
+arpo-rl() { "$PYTHON" -c "from extras.launch import train_rl; train_rl()" $RANKS "$CONFIG"; }
 sleep() { echo "slept $1"; touch "$SLEPT"; }
 """
 
 
-def test_the_loop_of_the_docs_waits_for_a_service_and_ends_after_a_mistake(tmp_path):
-    """The first start, on two ranks, finds the service down, and the second one a key that is refused."""
+@pytest.mark.parametrize("ranks", ["", "--nproc_per_node 2"])
+def test_the_loop_of_the_docs_waits_for_a_service_and_ends_after_a_mistake(tmp_path, ranks):
+    """The first start finds the service down, and the second one a key that is refused."""
     [loop] = re.findall(r"^while arpo-rl .*done$", (ROOT / "docs/scale.md").read_text(), re.MULTILINE)
     has_slept = tmp_path / "slept"
     down_at_first, refuses_later = says("down", 503), says("who are you?", 401)
@@ -51,7 +52,7 @@ def test_the_loop_of_the_docs_waits_for_a_service_and_ends_after_a_mistake(tmp_p
     with WebService([answer]) as service:
         world = searching_world(tmp_path, service.url)
         env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "no_proxy": "127.0.0.1"}
-        env |= {"CONFIG": str(world / "config.yaml"), "SLEPT": str(has_slept)}
+        env |= {"RANKS": ranks, "CONFIG": str(world / "config.yaml"), "SLEPT": str(has_slept)}
         done = subprocess.run(
             ["bash", "-c", COMMANDS + loop], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900
         )
