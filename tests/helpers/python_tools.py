@@ -1,8 +1,9 @@
 """Starting, calling and watching a PythonTool in tests."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,6 +37,18 @@ def start(
             if any(words in str(error) for words in TOO_LATE) and time.monotonic() < deadline:
                 continue
             skip_where_the_kernel_refuses(error)
+
+
+@contextlib.contextmanager
+def started(
+    cfg: PythonConfig = SMALL, tier: str | None = None, *, kind: type[PythonTool] = PythonTool, **kwargs
+) -> Iterator[PythonTool]:
+    """The same, closed at the end."""
+    tool = start(cfg, tier, kind=kind, **kwargs)
+    try:
+        yield tool
+    finally:
+        asyncio.run(tool.aclose())
 
 
 def skip_where_the_kernel_refuses(error: Exception) -> NoReturn:

@@ -115,14 +115,11 @@ def spares_of(host: Path) -> list[Path]:
 # ---- anywhere
 
 
-def test_the_own_cgroup_is_the_line_of_version_2():
+def test_the_own_cgroup_is_the_line_of_version_2_and_refused_where_it_is_gone_or_out_of_sight():
     assert cgroup.own_path("9:memory:/x\n0::/user.slice/run:7.scope\n") == "/user.slice/run:7.scope"
-
-
-@pytest.mark.parametrize("text", ["4:memory:/x\n", "0::/../other\n", "0::/gone (deleted)\n"])
-def test_a_cgroup_that_is_not_there_or_out_of_sight_is_refused(text):
-    with pytest.raises(ValueError, match="cgroup"):
-        cgroup.own_path(text)
+    for text in ("4:memory:/x\n", "0::/../other\n", "0::/gone (deleted)\n"):
+        with pytest.raises(ValueError, match="cgroup"):
+            cgroup.own_path(text)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +153,6 @@ def test_a_named_folder_that_is_no_cgroup_ends_the_run_with_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
 def test_a_start_says_whether_calls_have_cgroups_and_if_not_why(caplog):
     for setting in ("auto", "none"):
         caplog.clear()
@@ -175,7 +171,6 @@ def test_a_start_says_whether_calls_have_cgroups_and_if_not_why(caplog):
 # ---- where there is one
 
 
-@pytest.mark.slow
 def test_each_call_is_in_a_cgroup_of_its_own_that_it_cannot_reach(sandbox, parent):
     [host] = [name for name in hosts_below(parent) if f"-{os.getpid()}-" in name]
     assert Path(parent, host, "host", "cgroup.procs").read_text()
@@ -186,21 +181,18 @@ def test_each_call_is_in_a_cgroup_of_its_own_that_it_cannot_reach(sandbox, paren
     assert sandbox.run(probe).stdout == ""
 
 
-@pytest.mark.slow
 def test_memory_of_all_processes_together_is_limited(sandbox):
     if sandbox.tier == "landlock":
         pytest.skip("one process per call")
     assert sandbox.run(MEMORY_OF_MANY_PROCESSES).status == "memory_limit"
 
 
-@pytest.mark.slow
 def test_buffers_of_sockets_count_as_memory(sandbox):
     if sandbox.tier == "landlock":
         pytest.skip("one process per call, whose descriptors are few")
     assert sandbox.run(SOCKET_BUFFERS).status == "memory_limit"
 
 
-@pytest.mark.slow
 def test_the_kernel_itself_ends_what_outgrows_the_limit_between_two_polls(sandbox, monkeypatch, parent):
     if sandbox.tier == "landlock":
         pytest.skip("one process per call")
@@ -210,7 +202,6 @@ def test_the_kernel_itself_ends_what_outgrows_the_limit_between_two_polls(sandbo
     assert sandbox.run(MEMORY_OF_MANY_PROCESSES).status == "memory_limit"
 
 
-@pytest.mark.slow
 def test_cpu_time_counts_in_bursts_shorter_than_a_poll_that_nobody_waits_for(parent):
     sandbox = Sandbox(dataclasses.replace(ROOMY, cpu_s=6.0), cgroup=parent)
     try:
@@ -221,7 +212,6 @@ def test_cpu_time_counts_in_bursts_shorter_than_a_poll_that_nobody_waits_for(par
         sandbox.close()
 
 
-@pytest.mark.slow
 def test_processes_are_limited(sandbox):
     if sandbox.tier == "landlock":
         pytest.skip("one process per call")
@@ -229,14 +219,12 @@ def test_processes_are_limited(sandbox):
     assert reply.status == "ok" and int(reply.stdout) <= ROOMY.max_processes
 
 
-@pytest.mark.slow
 def test_shared_memory_counts_once_and_files_have_room_beside_it(sandbox):
     code = MEMORY_AND_FILES if sandbox.tier == "namespaces" else MEMORY_AND_FILES.replace("range(4)", "range(0)")
     reply = sandbox.run(code)
     assert (reply.status, reply.stdout) == ("ok", "fine\n"), reply
 
 
-@pytest.mark.slow
 def test_calls_and_hosts_leave_no_cgroup(parent):
     sandbox = Sandbox(ROOMY, cgroup=parent)
     [host] = [name for name in hosts_below(parent) if f"-{os.getpid()}-" in name]
@@ -252,7 +240,6 @@ def test_calls_and_hosts_leave_no_cgroup(parent):
     assert not [name for name in hosts_below(parent) if f"-{os.getpid()}-" in name]
 
 
-@pytest.mark.slow
 def test_a_start_removes_the_cgroups_of_the_dead_and_of_nobody_else(parent):
     living = Sandbox(ROOMY, cgroup=parent)
     before = hosts_below(parent)

@@ -21,7 +21,6 @@ def test_cpu_time_of_children_that_nobody_waits_for_counts():
     assert status_of(burning_children(40, cpu_s=0.25), CallLimits(wall_s=300.0, cpu_s=2.0)) == "cpu_limit"
 
 
-@pytest.mark.slow
 def test_cpu_time_of_children_that_are_waited_for_counts_once():
     assert status_of(burning_children(3, cpu_s=0.25, are_waited_for=True), CallLimits(wall_s=300.0, cpu_s=1.5)) == "ok"
 

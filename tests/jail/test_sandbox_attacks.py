@@ -65,7 +65,6 @@ def results():
     return get
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("user", ["own", "ordinary"])
 @pytest.mark.parametrize("tier", ["namespaces", "landlock"])
 @pytest.mark.parametrize("attack", [a.name for a in ATTACKS] + AFTERWARDS)
