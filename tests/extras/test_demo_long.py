@@ -62,10 +62,6 @@ def test_a_wrong_way_is_lost_at_once_or_looks_like_the_right_one(world):
         assert abs(ways[right, place] / ways[place] - 0.25) < 0.05
 
 
-def test_no_two_places_share_a_way():
-    assert len({way for ways in HABITS.values() for way in ways}) == sum(map(len, HABITS.values()))
-
-
 def test_held_out_trails_share_no_place_with_those_of_training(world):
     names = {}
     for part in ("train", "test"):

@@ -56,13 +56,6 @@ def test_grades_stand_in_the_place_of_the_rewards_and_a_new_grade_makes_a_new_pa
     assert regraded["reward"] == 1.0
 
 
-def test_damaged_grades_are_named(run, capsys):
-    grades_path(run, "gaia").write_text("{}\n")
-    with pytest.raises(SystemExit):
-        write_page(run)
-    assert "grades/gaia.jsonl:1: cannot read the grades" in capsys.readouterr().err
-
-
 def test_no_name_of_a_set_ends_the_script_that_it_stands_in(run, groups):
     saved(run, groups[:1], "<script><!--", "qa")
     page = write_page(run)

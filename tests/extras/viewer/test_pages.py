@@ -354,11 +354,3 @@ def test_a_damaged_dump_is_named(run, damage):
     dump.write_bytes(damage(dump.read_bytes()))
     with pytest.raises(UserError, match=r"step_000010\.jsonl\.gz: (cannot read the dump \(.+\)|the dump is empty)"):
         reading.read_groups([dump], None, 200)
-
-
-def test_a_dump_without_compression_is_shown_too(run):
-    dump = run / "trajectories" / "step_000010.jsonl.gz"
-    dump.with_suffix("").write_text(read_dump(dump))
-    dump.unlink()
-    page = data_of(write_page(run))
-    assert page["title"] == "branched · step_000010" and page["groups"][0]["messages"][-1]["role"] == "user"
