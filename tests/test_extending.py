@@ -3,13 +3,17 @@ them. And edits of the package, made in a copy."""
 
 import asyncio
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.edits import edited_copy, edits_of, run_in, write_own_file
+from helpers.edits import ROOT, edited_copy, edits_of, run_in, write_own_file
 from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
 from helpers.scripted_rollout import ANSWER, CALL, play
 from helpers.toy_run import build_toy_world, train
@@ -75,12 +79,18 @@ except UserError as error:
 """
 
 
-def test_a_loss_of_the_package_with_a_knob_is_one_function_one_line_and_one_field(tmp_path):
+def test_a_loss_of_the_package_with_a_knob_is_one_function_one_line_and_one_field_and_the_tests_know_it(tmp_path):
     [(_, file)], edits = edits_of("A loss"), edits_of("Into the package")
     function = file[file.index("def sapo") :].replace("TEMPERATURE", "cfg.sapo_temperature")
     edits = [("In `arpo/losses.py`, above `TOKEN_LOSSES`:", function), *edits]
     assert [code.count("def ") for _, code in edits] == [1, 0, 0]
     assert "did you mean 'sapo'? use one of sapo, ppo" in run_in(edited_copy(tmp_path, edits), USE_SAPO)
+    checks = shutil.copy(ROOT / "tests" / "start" / "test_checks.py", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", "sapo_temperature", checks]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "[RLConfig-loss.sapo_temperature-loss.kind] PASSED" in done.stdout
 
 
 # ---- an advantage

@@ -12,7 +12,7 @@ from extras.ablation.frontier_runs import IN_A_ROW, TARGET, cost, tuning_cost
 from extras.ablation.frontier_settings import RULES, WORLDS, Setting
 from extras.ablation.results import draw_forest, estimate, estimate_share
 
-RIVALS = ("grpo", "grpo_keep", "grpo_dr", "grpo_decay")
+RIVALS = ("grpo", "grpo_keep", "grpo_dr", "grpo_decay", "grpo_kl")
 COSTS = {"calls": "tool calls", "tokens": "sampled tokens", "steps": "steps"}
 TOLERANCE = 0.1
 """Share of failed seeds by which two settings may differ and still count as equally safe: chance does as much."""

@@ -42,6 +42,8 @@ DECAY = ["--optim.schedule", "linear"]
 """A learning rate that falls to 0 at World.max_steps."""
 UNTIL_MIXED = ["--branching.until_mixed", "True", "--branching.expansion_rounds", "3"]
 """A group gets no further trajectories once its rewards differ."""
+ANCHOR = ["--loss.kl_coefficient", "0.1"]
+"""A penalty for the distance to the policy before RL (k3)."""
 RULES: dict[str, list[str]] = {
     "grpo": ["--branching.selector", "none"],
     "top_h": ["--branching.selector", "top_h"],
@@ -62,13 +64,15 @@ RULES: dict[str, list[str]] = {
     "top_h_decay": ["--branching.selector", "top_h", *DECAY],
     "top_h_mixed": ["--branching.selector", "top_h", *UNTIL_MIXED],
     "top_h_mixed_decay": ["--branching.selector", "top_h", *UNTIL_MIXED, *DECAY],
+    "grpo_kl": ["--branching.selector", "none", *ANCHOR],
+    "top_h_mixed_decay_kl": ["--branching.selector", "top_h", *UNTIL_MIXED, *DECAY, *ANCHOR],
     "roots_mixed": ["--branching.selector", ROOTS, *UNTIL_MIXED],
 }
 """Rule -> the flags of train_rl.py. Rules with "keep" in the name count groups with all rewards equal in the mean of
 the loss; the other rules leave these groups out. `positions` is the blind control: it forks as often at each turn as
 top_h, and ignores the entropies. It must run after top_h. `roots_mixed` is the control of `top_h_mixed`: its groups
 grow by new roots."""
-WITHOUT_ROOTS = ("grpo", "grpo_keep", "grpo_dr", "grpo_decay", "aepo")
+WITHOUT_ROOTS = ("grpo", "grpo_keep", "grpo_dr", "grpo_decay", "grpo_kl", "aepo")
 
 
 def is_custom(rule: str) -> bool:

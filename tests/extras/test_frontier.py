@@ -187,7 +187,8 @@ def test_the_table_of_echo_is_that_of_its_results():
     without = grpo[Setting.named("grpo_g4_x1")]
     text = (ROOT / "docs/extending.md").read_text()
     for coefficient in (0.001, 0.005):
-        runs = {line["seed"]: line for line in results("echo") if line["observation_coefficient"] == coefficient}
+        flags = f"--loss.observation_coefficient {coefficient}"
+        runs = {line["seed"]: line for line in results("tried") if line["flags"] == flags}
         num_failed = sum(cost(line) is None for line in runs.values())
         num_pairs = sum(bool(cost(line) and cost(without[seed])) for seed, line in runs.items())
         calls = interval(ratios(runs, without, "calls"))
