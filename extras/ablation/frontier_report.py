@@ -12,7 +12,7 @@ from extras.ablation.frontier_runs import IN_A_ROW, TARGET, cost, tuning_cost
 from extras.ablation.frontier_settings import RULES, WORLDS, Setting
 from extras.ablation.results import draw_forest, estimate, estimate_share
 
-RIVALS = ("grpo", "grpo_keep", "grpo_dr", "grpo_decay", "grpo_kl")
+RIVALS = ("grpo", "grpo_keep", "grpo_dr", "grpo_decay", "grpo_anchored")
 COSTS = {"calls": "tool calls", "tokens": "sampled tokens", "steps": "steps"}
 TOLERANCE = 0.1
 """Share of failed seeds by which two settings may differ and still count as equally safe: chance does as much."""
@@ -182,7 +182,7 @@ def draw(runs: Comparison, reference: Setting, path: Path) -> None:
             rows[setting]: ratios(of_setting, runs[reference], what) or None for setting, of_setting in runs.items()
         }
         cells[rows[reference]] = {"mean": 1.0}
-        title = f"{COSTS[what]} to {TARGET:.0%} right moves\nrelative to {reference.folder_name}"
+        title = f"{COSTS[what]} to\n{TARGET:.0%} right moves, of\n{reference.folder_name}"
         panels.append((title, 1.0, cells))
     ends = {
         rows[setting]: estimate_share([line["curve"]["trail"][-1] for line in of_setting.values()])

@@ -44,6 +44,8 @@ UNTIL_MIXED = ["--branching.until_mixed", "True", "--branching.expansion_rounds"
 """A group gets no further trajectories once its rewards differ."""
 ANCHOR = ["--loss.kl_coefficient", "0.1"]
 """A penalty for the distance to the policy before RL (k3)."""
+CLIP = ["--optim.max_grad_norm", "0.1"]
+"""Gradients are clipped at the usual norm of the first steps."""
 RULES: dict[str, list[str]] = {
     "grpo": ["--branching.selector", "none"],
     "top_h": ["--branching.selector", "top_h"],
@@ -64,15 +66,16 @@ RULES: dict[str, list[str]] = {
     "top_h_decay": ["--branching.selector", "top_h", *DECAY],
     "top_h_mixed": ["--branching.selector", "top_h", *UNTIL_MIXED],
     "top_h_mixed_decay": ["--branching.selector", "top_h", *UNTIL_MIXED, *DECAY],
-    "grpo_kl": ["--branching.selector", "none", *ANCHOR],
+    "grpo_anchored": ["--branching.selector", "none", *DECAY, *ANCHOR, *CLIP],
     "top_h_mixed_decay_kl": ["--branching.selector", "top_h", *UNTIL_MIXED, *DECAY, *ANCHOR],
+    "top_h_mixed_anchored": ["--branching.selector", "top_h", *UNTIL_MIXED, *DECAY, *ANCHOR, *CLIP],
     "roots_mixed": ["--branching.selector", ROOTS, *UNTIL_MIXED],
 }
 """Rule -> the flags of train_rl.py. Rules with "keep" in the name count groups with all rewards equal in the mean of
 the loss; the other rules leave these groups out. `positions` is the blind control: it forks as often at each turn as
 top_h, and ignores the entropies. It must run after top_h. `roots_mixed` is the control of `top_h_mixed`: its groups
 grow by new roots."""
-WITHOUT_ROOTS = ("grpo", "grpo_keep", "grpo_dr", "grpo_decay", "grpo_kl", "aepo")
+WITHOUT_ROOTS = ("grpo", "grpo_keep", "grpo_dr", "grpo_decay", "grpo_anchored", "aepo")
 
 
 def is_custom(rule: str) -> bool:

@@ -21,6 +21,7 @@ from arpo.options import BranchingConfig
 from arpo.start.checks import warnings_of
 from arpo.start.load import load_config
 from evaluate import EvalConfig
+from extras.ablation.frontier_settings import RULES as RULES_MEASURED
 from train_rl import RLConfig
 from train_sft import SFTConfig
 
@@ -161,9 +162,15 @@ def test_the_entropy_acts_under_every_shipped_config(files):
     assert initial_rollouts(16, 0.0, 2.0, beta=beta) <= 3 and initial_rollouts(16, 2.0, 0.0, beta=beta) >= 14
 
 
-def test_the_bundle_that_forks_afterwards_begins_with_a_quarter_of_the_group():
+def test_the_bundle_that_forks_afterwards_is_the_one_that_was_measured():
+    """With a quarter of the group as roots. The lines of docs/branching.md, and the flags of its runs."""
     cfg = rl("arpo_top", "qwen2.5_7b")
-    assert (cfg.branching.selector, cfg.branching.num_initial_rollouts) == ("top_h", cfg.rollout.group_size // 4)
+    branching = cfg.branching
+    assert (branching.selector, branching.num_initial_rollouts) == ("top_h", cfg.rollout.group_size // 4)
+    measured = load_config(RLConfig, ["--data.train", "x", *RULES_MEASURED["top_h_mixed_anchored"]])
+    assert (branching.until_mixed, branching.expansion_rounds) == (True, measured.branching.expansion_rounds)
+    assert cfg.loss.kl_coefficient == measured.loss.kl_coefficient
+    assert (cfg.optim.schedule, cfg.optim.max_grad_norm) == (measured.optim.schedule, measured.optim.max_grad_norm)
 
 
 @pytest.mark.parametrize("model", MODELS)

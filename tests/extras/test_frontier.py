@@ -27,7 +27,7 @@ from extras.ablation.frontier_report import (
     strongest_rival,
     write_report,
 )
-from extras.ablation.frontier_runs import Runs, cost, step_learnt, tuning_cost
+from extras.ablation.frontier_runs import KEPT, Runs, cost, step_learnt, tuning_cost
 from extras.ablation.frontier_settings import GROUP_SIZES, ROOT, RULES, WITHOUT_ROOTS, WORLDS, Setting, World
 from extras.ablation.right_moves import RightMoves, right_trajectory
 from extras.demo import build as demo
@@ -152,17 +152,27 @@ def results(name: str) -> list[dict]:
     return [json.loads(line) for line in (ROOT / f"benchmarks/ablation/{name}.jsonl").read_text().splitlines()]
 
 
+def compared(section: str) -> list[dict]:
+    """The runs of a table of docs/branching.md: of a world, or those with an anchor and their rivals."""
+    if section != "anchored":
+        return [line for line in results("frontier") if (line["world"], line["stage"]) == (section, 2)]
+    rules = {"grpo", "grpo_decay", "top_h_mixed_decay", "grpo_anchored", "top_h_mixed_decay_kl", "top_h_mixed_anchored"}
+    lines = [*compared("signal"), *results("anchored")]
+    return [line for line in lines if line["rule"] in rules and line["seed"] >= 60]
+
+
 @pytest.mark.parametrize(
-    ("world", "heading"),
+    ("section", "heading"),
     [
         ("signal", "### Limited by signal"),
+        ("anchored", "### With an anchor"),
         ("steps", "### Limited by steps"),
         ("unready", "### Where success is rare"),
         ("silent", "### Silent"),
     ],
 )
-def test_the_tables_of_the_docs_are_those_of_the_results(world, heading):
-    runs = by_setting([line for line in results("frontier") if (line["world"], line["stage"]) == (world, 2)])
+def test_the_tables_of_the_docs_are_those_of_the_results(section, heading):
+    runs = by_setting(compared(section))
     reference = runs[strongest_rival(runs)]
     table = (ROOT / "docs/branching.md").read_text().partition(heading)[2].partition("\n###")[0]
     shown = {}
@@ -180,6 +190,27 @@ def test_the_tables_of_the_docs_are_those_of_the_results(world, heading):
             str(sum(map(has_collapsed, of_setting.values()))),
         ], setting.name
     assert not shown
+
+
+def test_what_the_page_says_of_the_anchor_is_in_the_results():
+    runs = {setting.name: of_setting for setting, of_setting in by_setting(compared("anchored")).items()}
+    ours = runs["top_h_mixed_anchored_g8_r2_x1"]
+    chosen_on = (61, 66, 71, 74, 76, 80)
+    unseen = {seed: line for seed, line in ours.items() if seed not in chosen_on}
+    norms = [
+        np.nanmedian(np.array(line["curve"]["grad_norm"][: len(line["curve"]["calls"]) // 2], dtype=float))
+        for line in runs["top_h_mixed_decay_kl_g8_r2_x1"].values()
+    ]
+    failed = [line for line in compared("signal") if line["rate"] == 1 and cost(line) is None]
+    lost = [line for line in failed if line["curve"]["certain"][-1] < KEPT * line["curve"]["certain"][0]]
+    page = " ".join((ROOT / "docs/branching.md").read_text().split())
+    for text in (
+        f"{interval(ratios(ours, runs['grpo_g4_x1'], 'calls'))} of plain GRPO's",
+        f"on the other {len(unseen)} it takes {interval(ratios(unseen, runs['grpo_anchored_g2_x1'], 'calls'))}",
+        f"Of the {len(failed)} runs that failed above, {len(lost)} had lost moves",
+        f"its norm is {np.median(norms):.2f}",
+    ):
+        assert text in page, text
 
 
 def test_the_table_of_echo_is_that_of_its_results():
