@@ -158,9 +158,13 @@ def _build(corpus: Path, path: Path, built_from: list) -> None:
         building.mkdir()
         index = tantivy.Index(SCHEMA, path=str(building), reuse=False)
         index.register_tokenizer("words", ANALYZER)
-        with index.writer(BUILD_MEMORY_BYTES, num_threads=1) as writer:  # its end commits, and waits for merges
+        writer = index.writer(BUILD_MEMORY_BYTES, num_threads=1)
+        try:
             for num_passages, (text, shown) in enumerate(read_corpus(corpus), 1):
                 writer.add_document(tantivy.Document(words=indexed(text), shown=shown.encode(), row=num_passages))
+            writer.commit()
+        finally:
+            writer.wait_merging_threads()  # its threads write to the folder until then, also after a refused row
         if not num_passages:
             raise UserError(f"{corpus}: the corpus is empty; was the download or the export interrupted?")
         with corpus.open("rb") as file:
