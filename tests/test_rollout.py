@@ -214,15 +214,22 @@ def test_aepo_keeps_the_pre_monitoring_trajectory_as_one_of_its_roots():
 def test_aepo_penalty_counts_consecutive_branching_decisions_of_the_chain():
     aepo = BranchingConfig(selector="aepo", base=0.9, consecutive_penalty=0.5, num_initial_rollouts=1)
     script = lambda _p, _t, turn: CALL if turn < 3 else ANSWER  # noqa: E731
+    num_children = 0
     for seed in range(20):
         [group] = play(script, cfg=RolloutConfig(group_size=4), branching=aepo, seed=seed)
+        by_id = {t.trajectory_id: t for t in group.trajectories}
         for t in group.trajectories:
             expected = None
+            if t.parent_id:  # the decision to branch counts for the child as for the parent
+                [taken] = [turn.decision for turn in by_id[t.parent_id].turns if turn.start == t.fork_at]
+                expected = taken.consecutive + 1
+                num_children += any(turn.decision for turn in t.turns if not turn.inherited)
             for turn in t.turns:
                 if d := turn.decision:
                     if expected is not None:
                         assert d.consecutive == expected
                     expected = d.consecutive + 1 if d.draw < d.probability else 0
+    assert num_children
 
 
 @pytest.mark.parametrize("selector", ["arpo", "aepo"])
