@@ -453,6 +453,9 @@ def test_a_run_on_functions_of_a_file_is_to_the_bit_the_run_on_ours(tmp_path):
         flags = [word for option, value in zip(options, chosen, strict=True) for word in (f"--{option}", value)]
         rows = train(world, name, *sizes, *flags, *more, ranks=2)
         runs[name] = [{k: v for k, v in row.items() if not TIMED.search(k)} for row in rows]
+    # how far the entropies moved P is known for our rule alone
+    signals = [row.pop("branching/signal", 0.0) for row in runs["ours"]]
+    assert any(signals)
     assert runs["ours"] == runs["mine"] and len(runs["ours"][0]) > 40
     assert list((world / "runs" / "mine" / "tb").iterdir())  # a tracker's own
 
