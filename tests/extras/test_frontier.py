@@ -203,8 +203,17 @@ def test_what_the_page_says_of_the_anchor_is_in_the_results():
     ]
     failed = [line for line in compared("signal") if line["rate"] == 1 and cost(line) is None]
     lost = [line for line in failed if line["curve"]["certain"][-1] < KEPT * line["curve"]["certain"][0]]
+    largest = [
+        np.nanmax(np.array(line["curve"]["grad_norm"][len(line["curve"]["calls"]) // 2 :], dtype=float))
+        for line in runs["top_h_mixed_decay_kl_g8_r2_x1"].values()
+    ]
+    clip_alone = [line for line in results("tried") if line["flags"].endswith("linear --optim.max_grad_norm 0.1")]
+    assert sum(cost(line) is None for line in clip_alone) == 1 and len(clip_alone) == 6
     page = " ".join((ROOT / "docs/branching.md").read_text().split())
     for text in (
+        f"{interval(ratios(ours, runs['top_h_mixed_decay_g8_r2_x1'], 'calls'))} of those without it",
+        f"{interval(ratios(ours, runs['grpo_anchored_g4_x1'], 'calls'))} of the calls of anchored groups of four",
+        f"it reaches {min(largest):.1f} to {max(largest):.1f} ({len(largest)} runs)",
         f"{interval(ratios(ours, runs['grpo_g4_x1'], 'calls'))} of plain GRPO's",
         f"on the other {len(unseen)} it takes {interval(ratios(unseen, runs['grpo_anchored_g2_x1'], 'calls'))}",
         f"Of the {len(failed)} runs that failed above, {len(lost)} had lost moves",

@@ -266,8 +266,9 @@ def test_metrics_merge_by_their_declared_reduction():
     assert a.values() == {"m": 0.75, "s": 5.0, "x": -5.0}
 
 
-@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
+@pytest.mark.parametrize("values", [(math.nan, 4.0), (4.0, math.nan), (0.1315, 0.7556, math.nan, 0.5328)])
 def test_a_maximum_with_nan_is_nan_in_any_order(values):
+    """The values of facebookincubator/velox#8690 and arrayfire/arrayfire#860."""
     metrics = Metrics()
     for value in values:
         metrics.max("x", value)
