@@ -12,28 +12,19 @@ from fake_gpu.collectives import Call, Record, mismatch
 from helpers.fakes import EchoTool
 from helpers.models import cfg_of
 from helpers.ranks import run_ranks
-from helpers.updates import GAE, GRPO, make_groups
+from helpers.updates import GAE, GRPO, Trainer, make_groups
 
 from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.snapshot import snapshot
 from arpo.config.sections import OptimConfig, UpdateConfig
 from arpo.engine.team import form_team
 from arpo.engine.weight_sync import full_tensors
-from arpo.metrics import Metrics
 from arpo.model import load_policy
-from arpo.model.critic import TrainedCritic, fill_values
+from arpo.model.critic import TrainedCritic
 from arpo.model.optim import build_optimizer
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks, Timers
 from arpo.ranks.ranks import make_group, make_mesh
-from arpo.update import (
-    fill_advantages,
-    fill_old_logprobs,
-    fill_ref_logprobs,
-    first_update_computes_old_logprobs,
-    make_minibatches,
-    update_policy,
-)
 
 CPU = torch.device("cpu")
 KL_IN_LOSS = LossConfig(kl_coefficient=0.1)
@@ -91,11 +82,11 @@ def step(ranks: Ranks, case: Case, model: str, run_dir: Path) -> list[int]:
     reference = load_policy(replace(cfg, lora_rank=0), ranks.mesh, device=CPU).requires_grad_(False)
     optimizer, critic = build_optimizer(policy, OptimConfig()), None
     if case.advantage.needs_critic:
-        critic = TrainedCritic.load(replace(cfg, lora_rank=0), OptimConfig(), 1, ranks)
+        critic = TrainedCritic.load(replace(cfg, lora_rank=0), OptimConfig(), 4, ranks)
     checkpoints = Checkpoints(run_dir, ranks)
     assert checkpoints.resume(policy, optimizer, critic) == 0
 
-    team, timers, metrics = form_team(ranks, case.tensor_parallel, model), Timers(), Metrics()
+    team = form_team(ranks, case.tensor_parallel, model)
     groups = (
         team.all_gather_groups(team.share(make_groups()), team.share(range(2)))
         if team.num_teams == 2
@@ -104,33 +95,11 @@ def step(ranks: Ranks, case: Case, model: str, run_dir: Path) -> list[int]:
     if team.size > 1:
         call_tools(team)
     update = UpdateConfig(num_prompts_per_minibatch=1, max_tokens_per_microbatch=36, layout=case.layout)
-    minibatches = make_minibatches(groups, update, case.advantage, ranks)
-    for minibatch in minibatches[1:] if first_update_computes_old_logprobs(case.loss) else minibatches:
-        metrics.merge(fill_old_logprobs(policy, minibatch.micros, case.loss, 1.0))
-    for minibatch in minibatches:
-        if case.loss.kl_coefficient:
-            fill_ref_logprobs(reference, minibatch.micros, 1.0)
-        if critic:
-            fill_values(critic.model, minibatch.micros)
-    metrics.merge(fill_advantages(groups, minibatches, case.advantage, case.loss, ranks))
-    for number, minibatch in enumerate(minibatches * 2):
-        if critic:
-            metrics.merge(critic.update(minibatch.micros, 0, ranks))
-        metrics.merge(
-            update_policy(
-                policy,
-                optimizer,
-                minibatch.micros,
-                case.loss,
-                temperature=1.0,
-                max_grad_norm=1.0,
-                ranks=ranks,
-                is_first=number == 0,
-            )
-        )
+    trainer = Trainer(policy, reference, critic, optimizer, ranks)
+    minibatches, metrics = trainer.train(groups, update, case.advantage, case.loss)
     for _ in full_tensors(policy.hf_parameters(), dtype=torch.bfloat16, device=CPU, bucket_bytes=100_000):
         pass  # to the engine
-    ranks.step_times(timers)
+    ranks.step_times(Timers())
     ranks.reduce_metrics(metrics)
     checkpoints.write(1, snapshot(policy, optimizer, critic))
     return [len(micro.row_ids) for minibatch in minibatches for micro in minibatch.micros]

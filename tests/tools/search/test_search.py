@@ -218,7 +218,7 @@ def test_a_search_past_its_deadline_is_given_up(corpus, monkeypatch):
     ],
 )
 def test_a_malformed_row_is_named(tmp_path, line, complaint):
-    """And no folder remains: a writer that has not ended writes on while its folder is removed (tantivy#1774, #2262)."""
+    """No folder remains: a writer that has not ended writes on while its folder is removed (tantivy#1774, #2262)."""
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_bytes(b'{"text": "fine"}\n\n' + line.encode() + b"\n")
     with pytest.raises(UserError) as error:
