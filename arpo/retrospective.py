@@ -148,15 +148,13 @@ forks are ignored. If the group is not full after the last round, fresh roots fi
 def finished_so_far(group: GroupState) -> Group | None:
     """Return the group as far as it goes, or None while any trajectory is still growing.
 
-    Trajectories with an infrastructure error are left out. So are their branches: the turns that they share were
-    sampled by a trajectory that is missing then.
+    Trajectories with an infrastructure error are left out. They have no branches, because only a trajectory that has
+    ended without such an error is forked.
     """
-    ordered = sorted(group.trajectories.items())
-    if any(t.stop_reason is None for _, t in ordered):
+    ordered = [t for _, t in sorted(group.trajectories.items())]
+    if any(t.stop_reason is None for t in ordered):
         return None
-    failed = [path for path, t in ordered if t.stop_reason == StopReason.ERROR]
-    kept = [t for path, t in ordered if not any(path[: len(root)] == root for root in failed)]
-    return Group(group.prompt, kept)
+    return Group(group.prompt, [t for t in ordered if t.stop_reason != StopReason.ERROR])
 
 
 def next_forks(

@@ -36,7 +36,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("max((base + weight * delta_entropy) * damping", "max((base + weight * delta_entropy * damping)"),
         ("return self.entropy - self.root_entropy", "return self.root_entropy - self.entropy"),
         ("claim[0] - earlier[0] + 1", "claim[0] - earlier[0]"),
-        ("if claim < (turn, path))", "if claim <= (turn, path))"),
+        ("if claim < (turn, path))", "if claim[0] < turn)"),
         ("math.floor(group_size * share) + 1", "math.floor(group_size * share)"),
         ("return draw < probability", "return draw > probability"),
         ("self.expect(path, turn + 1)", "self.expect(path, turn)"),
@@ -45,7 +45,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("surprise(t, turn) - SIBLING_PENALTY", "surprise(t, turn) + SIBLING_PENALTY"),
         ("(-fork.score, rng", "(fork.score, rng"),
         ("num_left / (cfg.expansion_rounds - group.num_rounds)", "num_left / cfg.expansion_rounds"),
-        ("if not any(path[: len(root)] == root for root in failed)", "if path not in failed"),
+        ("for t in ordered if t.stop_reason != StopReason.ERROR", "for t in ordered"),
     ],
     ("growing", "test_rollout protocol/test_contexts"): [
         ("evidence.consecutive + 1 if decision.wants else 0", "evidence.consecutive + decision.wants"),

@@ -51,6 +51,7 @@ def test_packing_respects_the_budget_and_keeps_every_row_once():
     assert sorted(i for b in bins for i in b) == list(range(200))
     assert all(sum(lengths[i] for i in b) <= 128 for b in bins)
     assert len(bins) <= 1.25 * sum(lengths) / 128
+    assert pack([5, 3, 4, 2], 7) == [[0, 3], [2, 1]]  # both are full to the last token
 
 
 def test_a_row_over_the_budget_is_an_error_that_names_the_option_of_rl_or_sft():
@@ -76,6 +77,12 @@ def test_every_row_is_trained_once_and_all_ranks_have_equally_many_microbatches(
     assert len({len(micros) for micros in per_rank}) == 1
     assert sorted(i for micros in per_rank for micro in micros for i in micro.row_ids) == list(range(5))
     assert all(micro.input_ids.numel() <= 9 for micros in per_rank for micro in micros)
+
+
+def test_the_rank_with_the_fewest_microbatches_gets_empty_ones():
+    rows = [make_row(1, [1] * 8), make_row(1, [1] * 5), make_row(1, [1] * 5)]
+    row_ids = [[micro.row_ids for micro in microbatches(rows, rank, 2, max_tokens=9)] for rank in range(2)]
+    assert row_ids == [[(0,), ()], [(1,), (2,)]]
 
 
 def test_an_empty_microbatch_counts_nowhere():

@@ -1,5 +1,7 @@
 """From scored groups to gradients, on real gloo ranks: nothing depends on how the rows are cut, ordered or spread."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
 from arpo.update import (
     drop_if_no_gradient,
+    entropy_statistics,
     fill_advantages,
     fill_old_logprobs,
     first_update_computes_old_logprobs,
@@ -133,6 +136,10 @@ def rows_of(minibatch, field: str):
             yield t, getattr(micro, field)[b, : len(t.token_ids)].tolist()
 
 
+def masks_of(minibatch):
+    return (mask for _, mask in rows_of(minibatch, "loss_mask"))
+
+
 def test_minibatches_are_whole_groups_without_what_cannot_teach(ranks):
     groups = [*make_groups(), *make_groups()]
     for t in [*groups[2].trajectories, *groups[3].trajectories]:
@@ -202,6 +209,32 @@ def test_ratios_against_the_rollout_are_those_of_the_engines_logprobs(ranks, mod
     )
     fill_old_logprobs(policy, minibatch.micros, cfg, 0.9)
     assert all(torch.equal(micro.old_logprobs, micro.rollout_logprobs) for micro in minibatch.micros)
+
+
+def test_the_mismatch_is_k3_of_the_engine_to_the_trainer_over_the_sampled_tokens(ranks, models):
+    minibatch, metrics = filled(ranks, *models, "ppo, token_mean", 40, 1)
+    differences = [
+        float(trainer) - engine
+        for (t, logprobs), mask in zip(rows_of(minibatch, "old_logprobs"), masks_of(minibatch), strict=True)
+        for trainer, engine, sampled in zip(logprobs, t.rollout_logprobs, mask, strict=True)
+        if sampled
+    ]
+    k3 = [math.exp(difference) - 1 - difference for difference in differences]
+    assert metrics.values()["mismatch/kl"] == pytest.approx(sum(k3) / len(k3), rel=1e-5)
+
+
+def test_aepo_compares_with_the_entropies_of_the_policy_that_is_updated_now(ranks, models):
+    """The old ones are those of the first update: after it the policy has changed."""
+    policy, old = models
+    minibatch, _ = filled(ranks, old, policy, "aepo", 40, 1)
+    [[old_mean, _], [mean, std]] = [
+        entropy_statistics(policy, minibatch.micros, temperature=0.9, is_first=is_first, ranks=ranks)
+        for is_first in (True, False)
+    ]
+    with torch.no_grad():
+        now = torch.cat([micro.at_loss_tokens(policy(micro, 0.9)[1]) for micro in minibatch.micros])
+    assert mean == pytest.approx(now.mean().item(), rel=1e-5) and abs(mean - old_mean) > 1e-4
+    assert std == pytest.approx(now.std().item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -5,8 +5,10 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import t as student
 
 from arpo.options import AdvantageConfig
+from arpo.sampling.estimates import jackknife
 from arpo.sampling.gradient_noise import (
     SKETCH_SIZE,
     GradientNoise,
@@ -32,6 +34,15 @@ def test_similarity_and_the_share_of_signal_are_those_of_their_formulas():
     assert prompt_similarity(np.array([[1.0, 0.0], [0.0, 1.0]])) == pytest.approx(0.0)
     assert prompt_similarity(np.zeros((3, 2))) is None
     assert signal_share(0.5, 2) == pytest.approx(2 / 3) and signal_share(-0.1, 8) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_jackknife_of_an_exponential_of_the_mean_is_students_interval_of_the_logarithms():
+    logs = np.random.default_rng(1).normal(0.3, 0.5, size=12)
+    found = jackknife(logs, math.exp)
+    half_width = student.ppf(0.975, 11) * logs.std(ddof=1) / math.sqrt(12)
+    assert found.value == pytest.approx(math.exp(logs.mean()))
+    bounds = [math.exp(logs.mean() - half_width), math.exp(logs.mean() + half_width)]
+    assert [found.low, found.high] == pytest.approx(bounds, rel=0.01)
 
 
 @pytest.mark.parametrize("signal", [0.05, 0.3, 2.0])

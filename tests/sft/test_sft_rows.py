@@ -74,6 +74,11 @@ def test_overlong_conversations_are_left_out_counted_and_listed(rows, data):
     assert all(entry["tokens"] > 200 for entry in listed)
 
 
+def test_a_conversation_of_exactly_the_limit_is_kept(rows, data, tmp_path):
+    longest = max(len(row.prompt_ids) + len(row.response_ids) for row in rows)
+    assert len(tokenise_on(1, data, tmp_path / "train", replace(CFG, max_tokens=longest))) == 27
+
+
 @pytest.mark.slow
 def test_any_number_of_ranks_makes_the_same_rows(rows, data, tmp_path):
     for num_ranks in (2, 3):
