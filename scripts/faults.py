@@ -109,8 +109,8 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if num_tokens > cfg.max_tokens", "if num_tokens >= cfg.max_tokens"),
         ("loss_mask=loss_mask[first:])", "loss_mask=0 * loss_mask[first:] + 1)"),
     ],
-    ("protocol/codec", "sft"): [("else starts[-1:]", "else starts[:1]")],
-    ("protocol/tags", "protocol/test_protocol protocol/test_token_chars sft"): [
+    ("protocol/codec", "protocol/test_hermes_codec"): [("else starts[-1:]", "else starts[:1]")],
+    ("protocol/tags", "protocol/test_protocol protocol/test_token_chars sft rewards/test_rewards"): [
         ("untrained.append((end, len(text)))", "pass"),
         (' or head.find(f"</{tag}>", opened) >= 0', ""),
         ("return escape_tags(text, reserved_tags(tools))", "return escape_tags(text, tools)"),

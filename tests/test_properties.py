@@ -127,6 +127,13 @@ def test_a_stop_string_across_a_cut_is_found_whatever_the_chunks(text, stops, da
         assert found in (None, first_end)
 
 
+@pytest.mark.parametrize("cut_at", [2, 3, 4])
+def test_a_stop_string_is_found_wherever_it_is_cut(cut_at):
+    ids = [ord(character) for character in "x<a>/"]
+    watch = StopWatch.at_cut(ids[:cut_at], ["<a>/"])
+    assert watch.find(ids[cut_at:], lambda tokens: "".join(map(chr, tokens)), ["<a>/"]) == (5 - cut_at, "<a>/")
+
+
 # ---- the budget of a group
 
 

@@ -55,6 +55,16 @@ def test_openais_messages_keep_their_calls_and_results_come_in_the_order_of_the_
     assert parse_conversation(row).messages[1]["content"] == ""
 
 
+def test_three_results_come_in_the_order_of_their_calls():
+    calls = [
+        {"id": letter, "function": {"name": "search", "arguments": f'{{"query": "{letter}"}}'}} for letter in "abc"
+    ]
+    results = [{"role": "tool", "tool_call_id": letter, "content": f"of {letter}"} for letter in "bca"]
+    called = {"role": "assistant", "content": "", "tool_calls": calls}
+    parsed = parse_conversation({"messages": [*dialogue("u:q"), called, *results, *dialogue("a:x")]})
+    assert [m["content"] for m in parsed.messages if m["role"] == "tool"] == ["of a", "of b", "of c"]
+
+
 def test_two_results_of_one_call_are_refused():
     with pytest.raises(BadRow, match="each call has one result"):
         parse_conversation(openai_row("00"))

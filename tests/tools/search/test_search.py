@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.asking import ask
@@ -83,6 +84,24 @@ def test_equally_good_passages_come_in_the_order_of_the_corpus(tmp_path):
     rows = [{"key": "same words", "text": f"number {i}"} for i in range(50)]
     built = Bm25Index(write_jsonl(tmp_path / "ties.jsonl", rows))
     assert built.search("words", 50) == [f"number {i}" for i in range(50)]
+
+
+def test_all_passages_that_tie_are_fetched_before_the_first_are_chosen():
+    """A merged segment lies behind the others, so that the index may find equal passages in any order."""
+    rows = [*range(4), *range(99, 3, -1)]  # the four best, then 96 that tie, the last one first
+
+    class MergedSegments:
+        num_docs = 100
+
+        def search(self, _expression, limit, count):
+            return SimpleNamespace(hits=[(9.0 if row < 4 else 1.0, row) for row in rows[:limit]])
+
+        def fast_field_values(self, _field, addresses):
+            return addresses
+
+    index = object.__new__(Bm25Index)
+    index._searcher = MergedSegments()
+    assert index._best(None, 6) == [0, 1, 2, 3, 4, 5]
 
 
 def test_an_index_of_several_segments_keeps_the_order_of_the_corpus(tmp_path, monkeypatch):
