@@ -158,9 +158,17 @@ def check_terms(reward: TrainingRewardConfig, rollout: RolloutConfig) -> Iterato
 def warnings_of(
     rollout: RolloutConfig, branching: BranchingConfig, advantage: AdvantageConfig, loss: LossConfig
 ) -> Iterator[str]:
-    """Yield a warning for a group of one without a critic, and for selector=aepo without other parts of AEPO."""
+    """Yield a warning for a group of one, for a first turn without contrast, and for an incomplete AEPO."""
     if rollout.group_size == 1 and not advantage.needs_critic:
         yield "warning: rollout.group_size=1: a trajectory's advantage is its whole reward (REINFORCE, no baseline)"
+    # The advantages of a group add up to 0, and so does the gradient of what all its trajectories share. The other
+    # selectors fork at the first turn too.
+    has_one_root = branching.selector == "top_h" and branching.num_initial_rollouts == 1 < rollout.group_size
+    if has_one_root and not advantage.needs_critic:
+        yield (
+            "warning: branching.num_initial_rollouts=1: all trajectories of a prompt share the first turn, so their "
+            "rewards teach it almost nothing; set 2 if the first turn decides"
+        )
     parts = {
         "branching.dynamic_budget": branching.dynamic_budget,
         "loss.entropy_balanced_clipping": loss.entropy_balanced_clipping,

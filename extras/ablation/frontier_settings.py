@@ -67,6 +67,7 @@ RULES: dict[str, list[str]] = {
     "top_h_mixed": ["--branching.selector", "top_h", *UNTIL_MIXED],
     "top_h_mixed_decay": ["--branching.selector", "top_h", *UNTIL_MIXED, *DECAY],
     "grpo_anchored": ["--branching.selector", "none", *DECAY, *ANCHOR, *CLIP],
+    "top_h_anchored": ["--branching.selector", "top_h", *DECAY, *ANCHOR, *CLIP],
     "top_h_mixed_decay_kl": ["--branching.selector", "top_h", *UNTIL_MIXED, *DECAY, *ANCHOR],
     "top_h_mixed_anchored": ["--branching.selector", "top_h", *UNTIL_MIXED, *DECAY, *ANCHOR, *CLIP],
     "roots_mixed": ["--branching.selector", ROOTS, *UNTIL_MIXED],

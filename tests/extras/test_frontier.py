@@ -156,7 +156,8 @@ def compared(section: str) -> list[dict]:
     """The runs of a table of docs/branching.md: of a world, or those with an anchor and their rivals."""
     if section != "anchored":
         return [line for line in results("frontier") if (line["world"], line["stage"]) == (section, 2)]
-    rules = {"grpo", "grpo_decay", "top_h_mixed_decay", "grpo_anchored", "top_h_mixed_decay_kl", "top_h_mixed_anchored"}
+    rules = {"grpo", "grpo_decay", "top_h_mixed_decay", "grpo_anchored", "top_h_mixed_decay_kl", "top_h_mixed_anchored",
+             "top_h_anchored"}  # fmt: skip
     lines = [*compared("signal"), *results("anchored")]
     return [line for line in lines if line["rule"] in rules and line["seed"] >= 60]
 
@@ -192,9 +193,28 @@ def test_the_tables_of_the_docs_are_those_of_the_results(section, heading):
     assert not shown
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/branching.md"])
+def test_the_first_table_of_a_page_is_that_of_the_results(page):
+    """Calls of GRPO at its best, and the runs that do not hold: growing groups, one root of four, GRPO's best group."""
+    table = (ROOT / page).read_text().partition("| calls, of those of GRPO at its best |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ")[1:] for line in table.splitlines()[2:]]
+    for section, (growing, one_root, rival) in zip(("anchored", "steps", "unready", "silent"), rows, strict=True):
+        runs = by_setting(compared(section))
+        reference = strongest_rival(runs)
+        failed = {s.name: f"({sum(cost(line) is None for line in r.values())} of {len(r)})" for s, r in runs.items()}
+        for name, cell in (("top_h_mixed_anchored_g8_r2_x1", growing), ("top_h_anchored_g4_r1_x1", one_root)):
+            calls = interval(ratios(runs[Setting.named(name)], runs[reference], "calls"))
+            assert cell.replace("*", "") == f"{calls} {failed[name]}", (section, name)
+        size = {2: "two", 3: "three", 4: "four"}[reference.group_size]
+        anchored = ", anchored" if reference.rule == "grpo_anchored" else ""
+        assert rival.strip(" |") == f"{size}{anchored} {failed[reference.name]}"
+
+
 def test_what_the_page_says_of_the_anchor_is_in_the_results():
     runs = {setting.name: of_setting for setting, of_setting in by_setting(compared("anchored")).items()}
     ours = runs["top_h_mixed_anchored_g8_r2_x1"]
+    one_root = runs["top_h_anchored_g4_r1_x1"]
+    two_roots = runs["top_h_anchored_g4_r2_x1"]
     chosen_on = (61, 66, 71, 74, 76, 80)
     unseen = {seed: line for seed, line in ours.items() if seed not in chosen_on}
     norms = [
@@ -218,6 +238,8 @@ def test_what_the_page_says_of_the_anchor_is_in_the_results():
         f"on the other {len(unseen)} it takes {interval(ratios(unseen, runs['grpo_anchored_g2_x1'], 'calls'))}",
         f"Of the {len(failed)} runs that failed above, {len(lost)} had lost moves",
         f"its norm is {np.median(norms):.2f}",
+        f"One root of four takes {interval(ratios(one_root, ours, 'calls'))} of the calls of growing groups",
+        f"two of four take {interval(ratios(two_roots, runs['grpo_anchored_g2_x1'], 'calls'))} ({len(two_roots)} seeds",
     ):
         assert text in page, text
 

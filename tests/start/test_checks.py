@@ -308,6 +308,16 @@ def test_a_group_of_one_without_a_critic_is_said():
     assert not [*warnings_of(RolloutConfig(), others[0], AdvantageConfig(), others[1])]
 
 
+@pytest.mark.parametrize(
+    ("selector", "num_roots", "kind", "is_said"),
+    [("top_h", 1, "grpo", True), ("top_h", 2, "grpo", False), ("at2po", 1, "grpo", False), ("top_h", 1, "gae", False)],
+)
+def test_a_first_turn_that_all_trajectories_share_is_said(selector, num_roots, kind, is_said):
+    branching = BranchingConfig(selector=selector, num_initial_rollouts=num_roots)
+    said = [*warnings_of(RolloutConfig(), branching, AdvantageConfig(kind=kind), LossConfig())]
+    assert ["first turn" in warning for warning in said] == [True] * is_said
+
+
 def test_a_half_chosen_aepo_says_what_is_missing():
     aepo, whole = BranchingConfig(selector="aepo", dynamic_budget=True), {"entropy_balanced_clipping": True}
     rollout, advantage = RolloutConfig(), AdvantageConfig()
