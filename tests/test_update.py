@@ -223,6 +223,24 @@ def test_the_mismatch_is_k3_of_the_engine_to_the_trainer_over_the_sampled_tokens
     assert metrics.values()["mismatch/kl"] == pytest.approx(sum(k3) / len(k3), rel=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["packed", "tree"])
+@pytest.mark.parametrize("has_one_root", [True, False])
+def test_what_a_whole_group_shares_gets_no_gradient_from_its_rewards(ranks, models, layout, has_one_root):
+    """A parent and its branch share five tokens. Beside a second root these tokens are taught again."""
+    policy, _ = models
+    [group, _] = make_groups()
+    group.trajectories = group.trajectories[1 if has_one_root else 0 : 3]
+    for t in group.trajectories:
+        t.loss_mask = [1] * 5 + [0] * (len(t.token_ids) - 5)
+    update = UpdateConfig(num_prompts_per_minibatch=1, layout=layout)
+    [minibatch] = make_minibatches([group], update, GRPO, ranks)
+    fill_old_logprobs(policy, minibatch.micros, LossConfig(), 0.9)
+    fill_advantages([group], [minibatch], GRPO, LossConfig(), ranks)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    norm = take_step(policy, optimizer, minibatch, LossConfig(), ranks).values()["optim/grad_norm"]
+    assert norm < 1e-5 if has_one_root else norm > 0.01
+
+
 def test_aepo_compares_with_the_entropies_of_the_policy_that_is_updated_now(ranks, models):
     """The old ones are those of the first update: after it the policy has changed."""
     policy, old = models

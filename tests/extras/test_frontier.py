@@ -210,6 +210,33 @@ def test_the_first_table_of_a_page_is_that_of_the_results(page):
         assert rival.strip(" |") == f"{size}{anchored} {failed[reference.name]}"
 
 
+ONE_ROOT = "top_h_anchored_g4_r1_x1"
+
+
+@pytest.mark.parametrize(
+    ("section", "ours", "theirs", "text"),
+    [
+        ("steps", ONE_ROOT, "grpo_g3_x1", "take {} of the calls of GRPO with three"),
+        ("steps", "grpo_anchored_g3_x1", "grpo_g3_x1", "{} of GRPO 3's calls with three"),
+        ("steps", "at2po_g4_r1_x1", "grpo_g3_x1", "`at2po` {} (1 of 6 fail)"),
+        ("steps", "random_g4_r1_x1", "grpo_g3_x1", "random {} (1 of 6 fail)"),
+        ("steps", "threshold_g4_r1_x1", "grpo_g3_x1", "threshold {} (1 of 6 fail)"),
+        ("steps", "aepo_g4_x1", "grpo_g3_x1", "AEPO {} (2 of 6 fail)"),
+        ("steps", "top_h_g4_r1_x1", "random_g4_r1_x1", "`top_h` takes {} of the calls of random forks"),
+        ("unready", ONE_ROOT, "grpo_g3_x1", "One root of four with the anchor takes {} of the calls"),
+        ("unready", ONE_ROOT, "grpo_g2_x1", "GRPO with two is as cheap ({} of its calls)"),
+        ("unready", "top_h_g4_r1_x1", "grpo_g3_x1", "fails on one of four seeds ({})"),
+        ("silent", ONE_ROOT, "grpo_g2_x1", "With the anchor it is {}."),
+        ("silent", "random_g4_r1_x1", "grpo_g2_x1", "Random forks take {} of GRPO 2's calls"),
+        ("silent", "top_h_g4_r1_x1", "random_g4_r1_x1", "`top_h` takes {} of theirs"),
+    ],
+)
+def test_what_the_page_says_of_a_world_is_in_the_results(section, ours, theirs, text):
+    runs = {setting.name: of_setting for setting, of_setting in by_setting(compared(section)).items()}
+    page = " ".join((ROOT / "docs/branching.md").read_text().split())
+    assert text.format(interval(ratios(runs[ours], runs[theirs], "calls"))) in page
+
+
 def test_what_the_page_says_of_the_anchor_is_in_the_results():
     runs = {setting.name: of_setting for setting, of_setting in by_setting(compared("anchored")).items()}
     ours = runs["top_h_mixed_anchored_g8_r2_x1"]
