@@ -55,14 +55,18 @@ def test_openais_messages_keep_their_calls_and_results_come_in_the_order_of_the_
     assert parse_conversation(row).messages[1]["content"] == ""
 
 
-def test_three_results_come_in_the_order_of_their_calls():
+@pytest.mark.parametrize("arrived", ["BA", "AB", "CAB", "BCA"])
+def test_results_come_in_the_order_of_their_calls_also_if_all_have_one_name(arrived):
+    """The case of modelscope/ms-swift#10174 (A is 10, B is 20), and a third call; also JustVugg/colibri#118."""
+    values = {"A": "10", "B": "20", "C": "30"}
     calls = [
-        {"id": letter, "function": {"name": "search", "arguments": f'{{"query": "{letter}"}}'}} for letter in "abc"
+        {"id": letter, "function": {"name": "lookup_value", "arguments": f'{{"key": "{letter}"}}'}}
+        for letter in sorted(arrived)
     ]
-    results = [{"role": "tool", "tool_call_id": letter, "content": f"of {letter}"} for letter in "bca"]
+    results = [{"role": "tool", "tool_call_id": letter, "content": values[letter]} for letter in arrived]
     called = {"role": "assistant", "content": "", "tool_calls": calls}
     parsed = parse_conversation({"messages": [*dialogue("u:q"), called, *results, *dialogue("a:x")]})
-    assert [m["content"] for m in parsed.messages if m["role"] == "tool"] == ["of a", "of b", "of c"]
+    assert [m["content"] for m in parsed.messages if m["role"] == "tool"] == ["10", "20", "30"][: len(arrived)]
 
 
 def test_two_results_of_one_call_are_refused():
