@@ -7,6 +7,7 @@ session-scoped and shared, so do not write into it; `helpers.models.build_tiny_m
 
 import gc
 import os
+import threading
 from pathlib import Path
 
 # Before torch: one thread each, here and in every process that a test starts. More would wait for one another.
@@ -59,10 +60,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_process_group_outlives_a_file():
-    """The next file's engine or mesh would take it for its own."""
+def neither_process_group_nor_tool_runner_outlives_a_file():
+    """The next file's engine or mesh would take the group for its own; a runner's watch may end the whole process."""
     yield
     assert not torch.distributed.is_initialized()
+    watches = [thread for thread in threading.enumerate() if thread.name == "arpo-tools-watch"]
+    for watch in watches:
+        watch.join(60)
+    assert not [watch for watch in watches if watch.is_alive()]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -54,7 +54,7 @@ class ToolRunner:
         self.prices = prices or {}
         self._done: queue.SimpleQueue[tuple[object, str, ToolResult | BaseException]] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="arpo-tools", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="arpo-tools", daemon=True)
         self._thread.start()
         self._closing = threading.Event()
         self._pulse = threading.Event()
@@ -70,6 +70,14 @@ class ToolRunner:
         """Set by `park`: rollout, number of calls without a result, results received since."""
         self.sessions = make_sessions(tools, self._loop, self.prices)
         """Sessions of the trajectories, for tools with state."""
+
+    def _serve(self) -> None:
+        """Run the loop until `close` stops it."""
+        while True:
+            try:
+                return self._loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):  # raised by a task that a tool started; `_run` reports it
+                continue
 
     def _watch(self) -> None:
         """End the run if a tool blocks the loop for too long, since this blocks all other calls."""

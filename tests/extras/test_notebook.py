@@ -292,5 +292,5 @@ def test_nothing_of_a_notebook_is_left_when_its_trajectory_has_ended(forking):
             runner.sessions.end(("p", str(n)))
         assert wait_until(lambda: has_notebooks(0))
     finally:
-        runner.sessions.end_all()
-        runner._loop.call_soon_threadsafe(runner._loop.stop)
+        runner.tools = {}  # the other tests need the notebook
+        runner.close()

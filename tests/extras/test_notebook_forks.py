@@ -166,8 +166,8 @@ def test_code_that_touches_its_siblings_costs_them_a_replay_and_no_result(forkin
         found = call("x + 2, signal.sigpending()", replace(child, turn=2))
         assert found.text == "(7, set())" and found.replayed == 2 and found.replay_mismatches == 0
     finally:
-        runner.sessions.end_all()
-        runner._loop.call_soon_threadsafe(runner._loop.stop)
+        runner.tools = {}  # the other tests need the notebook
+        runner.close()
 
 
 def test_siblings_that_leave_each_other_alone_are_never_replayed(forking):

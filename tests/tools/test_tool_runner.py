@@ -14,7 +14,7 @@ from arpo.errors import UserError
 from arpo.metrics import rollout_metrics
 from arpo.sampling.health import ToolHealth
 from arpo.tools import base
-from arpo.tools.base import ToolRunner
+from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import StopReason
 
 
@@ -29,6 +29,42 @@ def test_an_exception_of_a_tool_costs_its_trajectory_and_not_the_run(caplog, err
     assert rollout_metrics([group]).values()["tools/search/failed_exception"] == SHORT.group_size
     assert not ToolHealth().judge([group]).may_train
     assert [record.exc_info[0] for record in caplog.records] == [type(error)]  # shown once
+
+
+async def leave(_=None):
+    sys.exit(4)
+
+
+async def leave_unawaited():
+    asyncio.get_running_loop().create_task(leave())
+    await asyncio.sleep(0)
+    return "went on"
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        (lambda: asyncio.wait_for(leave(), 60), "exception"),
+        (lambda: asyncio.wait_for(asyncio.to_thread(sys.exit, 4), 60), "exception"),
+        (lambda: asyncio.gather(leave()), "exception"),  # cpython 108549
+        (leave_unawaited, None),
+    ],
+    ids=["wait_for", "to_thread", "gather", "unawaited"],
+)
+def test_a_task_of_a_tool_that_exits_leaves_the_loop_to_the_other_calls(run, kind):
+    """asyncio lets SystemExit through, also of a task that someone awaits, and the loop would end (uvloop 336)."""
+
+    class Leaves(EchoTool):
+        async def run(self, argument):
+            return ToolResult(str(await run()), ok=True)
+
+    runner = ToolRunner({"leaves": Leaves("leaves"), "echo": EchoTool("echo")})
+    runner.start("first", "leaves", "x")
+    [(_, first)] = runner.collect(block=True)
+    runner.start("second", "echo", "x")
+    [(_, second)] = runner.collect(block=True)
+    runner.close()
+    assert (first.error_kind, second.ok) == (kind, True)
 
 
 def test_a_user_error_of_a_tool_ends_the_rollout_and_one_that_returns_no_result_is_named():
