@@ -226,6 +226,15 @@ ONE_ROOT = "top_h_anchored_g4_r1_x1"
         ("unready", ONE_ROOT, "grpo_g3_x1", "One root of four with the anchor takes {} of the calls"),
         ("unready", ONE_ROOT, "grpo_g2_x1", "GRPO with two is as cheap ({} of its calls)"),
         ("unready", "top_h_g4_r1_x1", "grpo_g3_x1", "fails on one of four seeds ({})"),
+        ("unready", "at2po_g4_r1_x1", "grpo_g3_x1", "`at2po` {} (0 of 4 fail), blind"),
+        ("unready", "positions_g4_r1_x1", "grpo_g3_x1", "blind {} (0 of 4 fail), `arpo`"),
+        ("unready", "arpo_g4_r1_x1", "grpo_g3_x1", "`arpo` {} (1 of 4 fails), threshold"),
+        ("unready", "threshold_g4_r1_x1", "grpo_g3_x1", "threshold {} (0 of 4 fail), AEPO"),
+        ("unready", "aepo_g4_x1", "grpo_g3_x1", "AEPO {} (0 of 4 fail)."),
+        ("silent", "at2po_g4_r1_x1", "grpo_g2_x1", "`at2po` {} (0 of 4 fail), threshold"),
+        ("silent", "threshold_g4_r1_x1", "grpo_g2_x1", "threshold {} (0 of 4 fail), `arpo`"),
+        ("silent", "arpo_g4_r1_x1", "grpo_g2_x1", "`arpo` {} (0 of 4 fail)."),
+        ("silent", "top_h_g4_r1_x1", "positions_g4_r1_x1", "{} of the blind forks' calls"),
         ("silent", ONE_ROOT, "grpo_g2_x1", "With the anchor it is {}."),
         ("silent", "random_g4_r1_x1", "grpo_g2_x1", "Random forks take {} of GRPO 2's calls"),
         ("silent", "top_h_g4_r1_x1", "random_g4_r1_x1", "`top_h` takes {} of theirs"),
@@ -301,8 +310,8 @@ def test_a_run_is_made_once_and_its_line_has_what_the_report_needs(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     line = again.run("steps", Setting.named("rules.py:last_turn_g4_r2_x1"), 0, 2)
     assert len(line["curve"]["calls"]) == 2 and line["rule"] == f"{tmp_path / 'rules.py'}:last_turn"
-    again.run("steps", Setting("grpo", 3, 3, 2), 0, 2)
-    write_report(again.lines, tmp_path)
+    grpo = line | {"rule": "grpo", "num_roots": 4, "setting": "grpo_g4_x1"}
+    write_report([*again.lines, grpo], tmp_path)
     assert "| last_turn_g4_r2_x1 | 1 |" in (tmp_path / "TABLE.md").read_text()
 
 

@@ -16,7 +16,7 @@ from helpers.python_tools import HANG_S, TIERS, jail_of, processes_of, run, star
 
 from arpo.config.tools import PythonConfig
 
-NUM_CALLS = int(os.environ.get("ARPO_LEAK_CALLS", "1000"))
+NUM_CALLS = int(os.environ.get("ARPO_LEAK_CALLS", "500"))
 BATCH = 50
 SHARED_BYTES = 12345
 """Tells shared memory of these calls from that of other programs, vLLM's above all."""

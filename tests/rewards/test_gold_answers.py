@@ -14,7 +14,7 @@ from arpo.rewards.math_answer import _rational, math_accuracy, math_equal
 
 DATA = ROOT.parent / "shared/data"
 FILES = sorted([*DATA.glob("eval/*/test.jsonl"), *DATA.glob("rl/*.parquet")])
-NUM_PAIRS = 2000
+NUM_PAIRS = 1000
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(3600),
