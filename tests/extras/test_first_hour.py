@@ -22,7 +22,7 @@ from extras.llm_demo.gsm8k import final_answer
 GSM8K = ROOT.parent / "shared/data/gsm8k/train.jsonl"
 RECIPE = str(ROOT / "configs/gsm8k.yaml")
 NUM_QUESTIONS = 4
-NUM_STEPS = 10
+NUM_STEPS = 8
 SFT = """
 model: {path: @DIR@/model}
 protocol: {format: hermes}
@@ -35,7 +35,7 @@ SIZES = "--engine.kv_cache_gib 0.5 --engine.max_num_seqs 32 --rollout.answer_res
 SIZES += " --rollout.max_response_tokens 32"
 RL_SIZES = "--data.num_prompts_per_step 4 --data.max_prompt_tokens 448 --update.max_tokens_per_microbatch 2048"
 RL_SIZES += " --update.num_prompts_per_minibatch 2"
-RL_SIZES += " --optim.lr 5e-5"  # 1e-6 learns nothing in 10 steps
+RL_SIZES += " --optim.lr 5e-5"  # 1e-6 learns nothing in so few steps
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +75,10 @@ def evaluate(world: Path, model: str, *flags: str) -> None:
 def test_training_and_the_evaluations_before_and_after_it(world):
     train(world, "--run.num_steps", str(NUM_STEPS), "--run.save_every", str(NUM_STEPS))
     rows = {row["step"]: row for row in read_metrics(world / "runs/gsm8k")}
-    assert [step for step, row in rows.items() if "valid/accuracy" in row] == [0, 10]
+    assert [step for step, row in rows.items() if "valid/accuracy" in row] == [0, NUM_STEPS]
     rewards = [rows[step]["reward/mean"] for step in range(1, NUM_STEPS + 1)]
-    # each step asks all questions; seen: from 0.19 in the first step to 0.8 in the fourth, and 0.98 from the 11th on
-    assert mean(rewards[-5:]) > mean(rewards[:2]) + 0.1, rewards
+    # each step asks all questions; seen: from 0.19 in the first step to 0.8 in the fourth
+    assert mean(rewards[-4:]) > mean(rewards[:2]) + 0.1, rewards
     assert rows[NUM_STEPS]["valid/accuracy"] >= rows[0]["valid/accuracy"]
     assert (world / "runs/gsm8k/best").exists()
 

@@ -297,6 +297,9 @@ def test_the_table_of_echo_is_that_of_its_results():
 @pytest.mark.slow
 def test_a_run_is_made_once_and_its_line_has_what_the_report_needs(tmp_path, monkeypatch):
     monkeypatch.setitem(WORLDS, "steps", World(num_sft_steps=2, num_prompts=2, max_steps=2))
+    for name, small in (("RECALL_STEPS", 1), ("NUM_TRACES", {"sft_train": 200, "sft_valid": 10})):
+        monkeypatch.setattr(demo, name, small)
+    demo.build(tmp_path / "long/seed0/data", 0, "long")  # in full it takes a minute
     setting = Setting("top_h", 3, 1, 2)
     line = Runs(tmp_path, parallel=1).run("steps", setting, 0, 2)
     assert {"calls", "tokens", "decisive", "certain", "trail", "solved", "mixed"} <= set(line["curve"])
