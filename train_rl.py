@@ -6,7 +6,7 @@ A step, from top to bottom in `main`:
 rollout -> reward -> logprobs -> advantage -> update -> weight sync -> validate -> log -> save.
 Every rank samples its share of the prompts with its own vLLM engine and trains its share of the tokens with FSDP2.
 
-Each of these words is a file that can be read alone:
+Where to read more. Each file can be read alone:
 
     rollout      arpo/rollout.py: turns, tool calls, forks; arpo/branching.py: where to fork; arpo/sampling: prompts
     reward       arpo/rewards: one function per task
@@ -204,7 +204,7 @@ def main(cfg: RLConfig) -> None:
             minibatches = drop_if_no_gradient(minibatches, loss_cfg, ranks)
 
         # ---- update: one optimizer step per mini-batch
-        # update_models calls it if a gradient is not finite, before the error ends the run
+        # update_models calls `dump` if a gradient is not finite, before the error ends the run
         dump = partial(log.trajectories, step, batch.sampled, kind="nonfinite")
         with timers("update"):
             metrics.merge(
@@ -256,7 +256,7 @@ def check_start(cfg: RLConfig, ranks: Ranks) -> None:
 
 def job_of(cfg: RLConfig, num_shards: int) -> Job:
     """Return the settings that decide the memory of a GPU. num_shards: ranks that share a copy of the model."""
-    has_reference = cfg.loss.kl_coefficient and not cfg.loss.offload_reference
+    is_reference_on_gpu = cfg.loss.kl_coefficient > 0 and not cfg.loss.offload_reference
     return Job(
         sizes_of(cfg.model.path),
         cfg.model,
@@ -264,7 +264,7 @@ def job_of(cfg: RLConfig, num_shards: int) -> Job:
         engine=cfg.engine,
         max_model_len=cfg.max_model_len,
         critic=sizes_of(cfg.critic_model.path) if cfg.advantage.needs_critic else None,
-        reference=sizes_of(cfg.reference_model.path) if has_reference else None,
+        reference=sizes_of(cfg.reference_model.path) if is_reference_on_gpu else None,
         offload=cfg.optim.offload,
     )
 
@@ -419,7 +419,7 @@ def update_models(
         with reported_if_not_finite(name, minibatch.micros, cfg.run.folder, ranks, also=dump):
             if models.critic:
                 metrics.merge(models.critic.update(minibatch.micros, update_index, ranks))
-            # while the critic warms up, the policy stays as it is
+            # while the critic warms up (warmup_steps is 0 without a critic), the policy is not trained
             if step > cfg.critic.warmup_steps:
                 lr = set_learning_rate(models.optimizer, update_index, models.num_updates, cfg.optim)
                 metrics.mean("optim/lr", lr)

@@ -1,4 +1,4 @@
-"""Branching decisions: the rules and the evidence for a rule, AEPO's budget split, the budget of a group. Pure.
+"""Branching decisions: the rules and the evidence for a rule, AEPO's budget split, the budget of a group. No I/O.
 
 ARPO: arXiv 2507.19849 sec. 3; AEPO: arXiv 2510.14545 sec. 3. To add a rule, write a function
 (Evidence, BranchingConfig) -> P in your own file (branching.selector=FILE.py:NAME), or here with a line in RULES.
@@ -76,8 +76,8 @@ class Evidence:
     """
 
     entropies: tuple[float, ...]
-    """(k,) Next-token entropy (nats, full vocabulary) of the turn's first k = branching.entropy_tokens tokens. Shorter
-    turns have fewer."""
+    """(k,) Next-token entropy (nats, full vocabulary) of each of the turn's first k tokens. A shorter turn has fewer.
+    k is branching.entropy_tokens, or 20 under branching.compat=upstream."""
     root_entropies: tuple[float, ...]
     """(k,) The same for the first turn."""
     entropy: float
@@ -85,7 +85,7 @@ class Evidence:
     root_entropy: float
     """H_root: the same for the first turn."""
     consecutive: int = 0
-    """Branching decisions in a row on this chain before this one (AEPO's l)."""
+    """AEPO's l: how many decisions directly before this one were to branch. A child continues its parent's count."""
     turn: int = 0
     """Index of the turn of `entropies`: 1 is the turn after the first tool result. (branching.compat=upstream judges
     the turn before the result, so the index is one less.)"""
@@ -112,7 +112,7 @@ def branch_probability(
 ) -> float:
     """P = clip((base + weight * (H - H_root)) * (1 - penalty * l), 0, 1).
 
-    ARPO has penalty 0, AEPO more. Entropies in nats; l (`consecutive`) = branching decisions in a row on the chain.
+    ARPO has penalty 0, AEPO more. Entropies in nats; l (`consecutive`) = decisions to branch in a row.
     (0.5, base 0.5, weight 0.2) -> 0.6
     """
     damping = max(0.0, 1.0 - penalty * consecutive)
@@ -136,7 +136,7 @@ def arpo(evidence: Evidence, cfg: BranchingConfig) -> float:
 
 
 def aepo(evidence: Evidence, cfg: BranchingConfig) -> float:
-    """P as in `arpo`, but damped for each branching decision in a row, so that no chain takes the whole budget."""
+    """P as in `arpo`, but damped for each decision to branch in a row, so that no chain takes the whole budget."""
     damping = {"consecutive": evidence.consecutive, "penalty": cfg.consecutive_penalty}
     if cfg.compat == "upstream":
         return upstream_branch_probability(evidence.delta_entropy, weight=cfg.weight, **damping)
@@ -144,7 +144,7 @@ def aepo(evidence: Evidence, cfg: BranchingConfig) -> float:
 
 
 def at_random(evidence: Evidence, cfg: BranchingConfig) -> float:
-    """P = base, without the entropies: the control for their worth."""
+    """P = base; entropies are ignored. This is the control that shows what the entropies add."""
     return cfg.base
 
 
@@ -187,13 +187,14 @@ def initial_rollouts(group_size: int, root_entropy: float, tool_entropy: float, 
     The more uncertain the policy is after the question, compared with after tool results, the more roots.
     (16, .2, .2) -> 9
     """
-    share = 1.0 / (1.0 + math.exp(-beta * (root_entropy - tool_entropy)))
+    exponent = min(-beta * (root_entropy - tool_entropy), 700.0)  # exp(710) overflows
+    share = 1.0 / (1.0 + math.exp(exponent))
     return min(max(math.floor(group_size * share) + 1, 1), group_size)
 
 
 @dataclass
 class BranchBudget:
-    """Hands out a group's branch budget in the canonical order (turn, path), in any order of arrival.
+    """Hands out a group's branch budget in canonical order (turn, path), in whatever order the decisions arrive.
 
     Tool latencies must not decide about branches. A decision to branch is a claim on the budget:
 
@@ -206,7 +207,7 @@ class BranchBudget:
     total_children: int | None
     """Number of children of the group. None in AEPO's pre-monitoring phase: all claims wait."""
     max_children: int
-    """Number of children of a claim."""
+    """Number of children of a granted claim. A claim gets fewer if less budget is left."""
     last_turn: int
     """The last turn at which a decision is possible."""
     next_decision: dict[Path, int] = field(default_factory=dict)
@@ -238,10 +239,9 @@ class BranchBudget:
             self.waiting.add((turn, path))
 
     def settle(self) -> list[tuple[int, Path, list[Path]]]:
-        """Settle all claims without need to wait. Return (turn, path, paths of the new children) of each settled claim.
+        """Grant or refuse every claim that need not wait. Return (turn, path, paths of the new children) of each.
 
-        A refused claim has no children. New children count as open at once, since their own decisions come before
-        later claims.
+        A refused claim has no children. Decisions of new children are expected at once: they come before later claims.
         """
         settled: list[tuple[int, Path, list[Path]]] = []
         if self.total_children is None:
@@ -272,7 +272,7 @@ class BranchBudget:
         may_take += sum(self._most_children(earlier, claim) for earlier in self.waiting)
         if left - may_take >= self.max_children:  # enough is left even if all earlier decisions branch
             return self.max_children
-        if may_take == 0 or left <= 0:  # the rest is certain, or nothing is left
+        if may_take == 0 or left <= 0:  # no earlier decision can take from the rest, or nothing is left
             return max(min(left, self.max_children), 0)
         return None
 

@@ -83,9 +83,9 @@ class Live:
         room = cfg.max_response_tokens - self.trajectory.num_context_tokens(num_prompt)
         if cfg.context == "append":
             return room
-        # a context policy may replace the context, but all that it read counts
-        num_replaced = sum(len(context.token_ids) for context in self.trajectory.contexts)
-        total = num_prompt + len(self.trajectory.token_ids) + num_replaced
+        # A new context makes room, but every token that the model has read or sampled counts towards the total.
+        num_in_contexts = sum(len(context.token_ids) for context in self.trajectory.contexts)
+        total = num_prompt + len(self.trajectory.token_ids) + num_in_contexts
         return min(room, cfg.max_trajectory_tokens - total)
 
     def begin_turn(self, *, is_note: bool) -> None:

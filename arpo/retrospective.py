@@ -1,4 +1,4 @@
-"""Retrospective selectors choose the forks of a group after all trajectories of the group have ended. Pure.
+"""Retrospective selectors choose the forks of a group after all trajectories of the group have ended. No I/O.
 
 A branching rule (branching.py) judges a tool result as soon as the first tokens after the result are known. A
 retrospective selector reads complete trajectories, so tool latencies and the order of arrival cannot matter. The
@@ -94,9 +94,9 @@ def highest_scores(candidates: list[Fork], budget: int, rng: random.Random) -> l
 def tree_grpo(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
     """Choose at random, with replacement, among all turns after a tool result and the root of each tree.
 
-    This is Tree-GRPO (arXiv 2509.21240), and the control that shows how much a choice is worth. A fork at a root begins
-    a tree of its own: the credit `inter_intra` does not compare it with the tree of that root. The paper leaves this
-    open, and its code was not at hand.
+    This is Tree-GRPO (arXiv 2509.21240), and the control that shows how much a choice is worth. A fork at
+    turn 0 starts a new tree. The credit `inter_intra` treats it as a separate tree. The paper does not say whether it
+    should, and the paper's code was not available.
     """
     candidates = [
         Fork(t.trajectory_id, turn)
@@ -146,7 +146,7 @@ forks are ignored. If the group is not full after the last round, fresh roots fi
 
 
 def finished_so_far(group: GroupState) -> Group | None:
-    """Return the group as far as it goes, or None while any trajectory is still growing.
+    """Return the trajectories so far as a group, or None while any of them is still growing.
 
     Trajectories with an infrastructure error are left out. They have no branches, because only a trajectory that has
     ended without such an error is forked.
@@ -185,7 +185,8 @@ def chosen_forks(finished: Group, budget: int, cfg: BranchingConfig, rng: random
 
     Raises UserError if a selector of the user returns anything but forks at existing turns with finite scores.
     """
-    # Rewards are NaN for a user's selector, not None or 0: all that is computed from NaN is NaN, and refused below.
+    # A user's selector must not see rewards, because most groups have none yet. NaN, not None or 0: a score computed
+    # from NaN is NaN, and is refused below. A comparison with NaN is False, and is not noticed.
     visible = finished.for_custom_code(reward=math.nan) if is_own(cfg.selector) else finished
     what = f"branching.selector={cfg.selector}"
     returned = call_named("branching.selector", cfg.selector, EXPANSIONS, visible, budget, cfg, rng)

@@ -1,7 +1,7 @@
 """The tool-calling, entropy-branching rollout: one event loop, no barrier between generation and tools.
 
-This file has the answers to the events: new tokens (`on_chunk`) and tool results (`on_tool_result`). The loop that
-brings the events is `drive` in arpo/sampling/driver.py.
+This file has the event handlers: `on_chunk` for new tokens, `on_tool_result` for tool results. The loop that brings
+the events is `drive` in arpo/sampling/driver.py.
 
 The calls at the end of a turn start at once, while the other trajectories keep decoding. As soon as all results of the
 turn are there, the next turn is submitted (the engine's prefix cache makes this cheap). As soon as the first k tokens
@@ -121,8 +121,9 @@ class Rollout:
             seed=seed_from(seed),
             num_entropy_tokens=max(self.num_entropy_tokens - len(sampled), 0),
             num_top_logprobs=self.num_top_logprobs,
-            # A chunk is the first token, the next ones up to the k that the entropy needs, and so on. With carry-over
-            # each token is a chunk, because cutting a turn loses the tokens of an unfinished chunk.
+            # The engine sends the first token alone, then chunks of this size. With k - 1 the second chunk completes
+            # the k tokens that the entropy needs. With carry-over each token is a chunk, because cutting a turn loses
+            # the tokens of an unfinished chunk.
             num_chunk_tokens=1 if self.cfg.carry_over else max(self.num_entropy_tokens - 1, 1),
         )
         live.watch = StopWatch.at_cut(sampled, spec.stop)
@@ -173,7 +174,8 @@ class Rollout:
             self.next_turn(live)  # which ends the trajectory after an answer
         elif not calls:
             self.end(live, StopReason.LENGTH)
-        # These are the calls of earlier turns. One was refused over the limit: the model was told to answer.
+        # trajectory.tool_calls does not have the calls of this turn yet. More than the limit means that an earlier call
+        # was refused: the model read that it must answer, and called again.
         elif len(trajectory.tool_calls) > self.cfg.max_tool_calls:
             self.end(live, StopReason.TOOL_LIMIT)
         else:
@@ -244,7 +246,8 @@ class Rollout:
             return
         if not evidence.turn.tool_calls and not isinstance(context, list):
             raise UserError(
-                f"rollout.context={self.cfg.context} must return token ids here, not {type(context).__name__}"
+                f"rollout.context={self.cfg.context} must return token ids after a note, and None or token ids after "
+                f"an answer, not {type(context).__name__}"
             )
         asks_for_note = isinstance(context, str)
         if asks_for_note:
@@ -257,14 +260,18 @@ class Rollout:
             self.end(live, StopReason.LENGTH)
             return
         self.start_turn(live, is_note=asks_for_note)
-        # the released code judges the turn before the call, so it decides before a token of the next is sampled
+        # The released code judges the turn before the tool result, which is already measured. So the decision need not
+        # wait for tokens of the next turn.
         if self.branching.compat == "upstream":
             self.decide(live)
 
     # ---- it is forked
 
     def decide(self, live: Live) -> None:
-        """Take the branch decision on the tool result before the current turn, if the decision is this trajectory's."""
+        """Take the branch decision on the tool result before the current turn.
+
+        Do nothing where the budget expects no decision: at a child's first own turn, or if a root must not branch.
+        """
         group = live.group
         if group.budget.next_decision.get(live.path) != live.turn_index:
             return
@@ -273,7 +280,7 @@ class Rollout:
         self.grow(group)
 
     def grow(self, group: GroupState) -> None:
-        """Start the children allowed by the budget now.
+        """Start the children that the budget allows now.
 
         Once no tool result can branch any more, start the forks of a retrospective selector, or the missing roots.
         """
@@ -287,6 +294,7 @@ class Rollout:
             self.fork_finished(group)
         elif group.budget.is_settled:
             self.start_missing_roots(group)
+        # tools with a state may drop the copies that no child can need any more
         undecided = ((turn, _name(path)) for turn, path in group.budget.undecided())
         self.tools.sessions.retain(group.prompt.prompt_id, undecided)
 
@@ -314,6 +322,7 @@ class Rollout:
         if finished is None or len(group.trajectories) == group.size:
             return
         if self.branching.until_mixed and self.is_mixed(finished):
+            # the group stays smaller than group_size, and is finished
             self.num_unfinished -= group.size - len(group.trajectories)
             group.size = len(group.trajectories)
             return
@@ -334,7 +343,10 @@ class Rollout:
     # ---- it ends
 
     def end(self, live: Live, reason: StopReason) -> None:
-        """End the trajectory. Start what its end allows in the group: waiting children, AEPO's roots, missing roots."""
+        """End the trajectory. Then start what had to wait for this end.
+
+        These are waiting children, AEPO's roots, the forks of a retrospective selector, or missing roots.
+        """
         group = live.group
         live.trajectory.stop_reason = reason
         live.decode(self.codec)

@@ -80,10 +80,11 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BranchDecision:
-    """The record of a branch decision, with all values needed to compute the decision again."""
+    """The record of a branch decision: what a rule read, and what came of it."""
 
     entropy: float
-    """H: mean entropy of the first k tokens after the tool result, nats."""
+    """H (nats): mean entropy of the first k tokens of the turn after the tool result. Under branching.compat=upstream
+    it is the turn before the result; under a retrospective selector it is the chosen turn."""
     root_entropy: float
     """H_root: the same over the first k tokens of the trajectory's first turn."""
     probability: float | None
@@ -93,7 +94,8 @@ class BranchDecision:
     consecutive: int
     """Number of decisions to branch in a row before this one on the same chain (AEPO's l)."""
     budget_left: int
-    """Number of trajectories that the group could still start at the time of the decision."""
+    """Number of children that the group may still start after all earlier decisions in canonical order (BranchBudget).
+    Under a retrospective selector: number of trajectories that the group still lacks."""
     num_children: int
     outcome: str
     """"branched" | "declined" | "no_budget" | "refused" """
@@ -209,7 +211,8 @@ class Trajectory:
     def for_custom_code(self) -> Trajectory:
         """Return a copy for a custom function (FILE.py:NAME), with NaN for the logprobs of tool results.
 
-        Tool results were not sampled. The zeros would hide in a sum by mistake; NaN does not.
+        Tool results were not sampled. A sum that includes them by mistake would look right with zeros; with NaN it is
+        NaN.
         """
         logprobs = self.rollout_logprobs[:]
         for turn in self.turns:
@@ -256,7 +259,7 @@ class Trajectory:
         return [*newest.token_ids, *self.token_ids[newest.start :]]
 
     def num_context_tokens(self, num_prompt_tokens: int) -> int:
-        """Return the number of tokens of `context` without the prompt."""
+        """Return the length of `context` minus the length of the prompt. Negative for a new, shorter context."""
         if not self.contexts:
             return len(self.token_ids)
         newest = self.contexts[-1]
@@ -292,7 +295,7 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """The `group_size` trajectories of a prompt."""
+    """The trajectories of a prompt: `group_size`, or fewer (branching.until_mixed, or a group that still grows)."""
 
     prompt: Prompt
     trajectories: list[Trajectory]

@@ -100,6 +100,7 @@ def test_initial_rollouts_span_the_published_range():
     assert {nats: initial_rollouts(16, nats, 0.0, beta=beta) for nats in published} == published
     assert initial_rollouts(16, 1000.0, 0.0, beta=1.0) == 16
     assert initial_rollouts(1, -5.0, 5.0, beta=1.0) == 1
+    assert initial_rollouts(16, 0.0, 1.0, beta=1e6) == 1 and initial_rollouts(16, 1.0, 0.0, beta=1e6) == 16
 
 
 def test_threshold_rule_branches_exactly_above_tau_and_draws_nothing():

@@ -224,7 +224,7 @@ def test_a_policy_of_a_file_sees_the_turn_and_says_what_comes_next(tmp_path):
 def test_a_policy_that_has_no_context_for_a_note_is_named(tmp_path):
     (tmp_path / "own.py").write_text("def ask(evidence):\n    return 'sum up'\n")
     context = f"{tmp_path}/own.py:ask"
-    with pytest.raises(UserError, match=rf"rollout\.context={context} must return token ids here, not str"):
+    with pytest.raises(UserError, match=rf"rollout\.context={context} must return token ids after a note, .*, not str"):
         play(script, cfg=replace(SUMMARY, context=context), branching=ONE)
 
 
