@@ -1,7 +1,8 @@
 """From rewards to advantages: group estimators, critic estimators, and tree credits.
 
 A group estimator compares the trajectories of a group with each other. A critic estimator compares tokens with a
-critic's values. A tree credit distributes a trajectory's advantage over the trajectory's tokens.
+critic's values. A tree credit gives each token its advantage, from the trajectories' advantages or
+directly from their rewards.
 
 To add an estimator or a tree credit, write a function:
 
@@ -85,7 +86,7 @@ def group_advantages(
             centred = group - group.mean()
             std = group.std(unbiased=True)
             if (group == group[0]).all():
-                # Exactly 0: the mean may be off by a rounding, and eps is small enough to blow it up.
+                # Exactly 0: callers test for 0 (drop_if_no_gradient), and the mean may have a rounding error.
                 centred = torch.zeros_like(group)
         advantages[indices] = (centred / (std + eps) if normalize_std else centred).to(rewards.dtype)
     return advantages

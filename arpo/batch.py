@@ -159,7 +159,7 @@ class MicroBatch:
     paths: RowPaths
     """Tokens that each row attends to"""
     starts_context: Tensor
-    """(B, T) bool, response tokens that were sampled after a new context (Row.contexts)"""
+    """(B, T) bool, True only at the first response token after each new context (Row.contexts)"""
     old_logprobs: Tensor | None = None
     """(B, T). This field and the fields below are filled before or by the update, if an option needs the values"""
     old_entropies: Tensor | None = None
@@ -295,7 +295,8 @@ def microbatches(
     """Return this rank's micro-batches of a global mini-batch. `option` is the name of `max_tokens` in errors.
 
     Every rank passes the same rows and computes the same plan. All ranks get the same number of micro-batches, because
-    FSDP2's collectives must match. A rank with fewer gets empty ones, of one token with loss mask 0.
+    FSDP2's collectives must match. A rank with fewer gets empty ones: a prompt token and a response token with loss
+    mask 0.
     """
     lengths = [row.num_tokens for row in rows]
     shares = assign_to_ranks(lengths, world_size)
@@ -342,7 +343,8 @@ def collate(rows: list[Row], row_ids: Sequence[int] = ()) -> MicroBatch:
     return MicroBatch(
         input_ids=torch.from_numpy(np.concatenate(token_ids).astype(np.int64))[None],
         position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))[None],
-        # The clamp is for rows without prompt: nothing is before their first token, and its loss mask is 0.
+        # A row without prompt has no token that predicts its first one. Its index is then -1, clamped to 0, or a token
+        # of the previous row. The loss mask is 0 there, so the value is not used.
         predict_from=padded([indices - 1 for indices in positions], torch.long).clamp_(min=0),
         targets=padded([row.response_ids for row in rows], torch.long),
         loss_mask=loss_mask,

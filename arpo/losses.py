@@ -1,10 +1,11 @@
 """The policy loss: token losses (TOKEN_LOSSES), KL and entropy terms.
 
 To add a loss, write a function (LossInputs, LossConfig) -> TokenLosses in your own file (loss.kind=FILE.py:NAME), or
-here with a line in TOKEN_LOSSES. KL_ESTIMATORS and AGGREGATIONS work in the same way. All functions are pure.
+here with a line in TOKEN_LOSSES. AGGREGATIONS (below) and KL_ESTIMATORS (kl.py) work in the
+same way. All functions are pure.
 
 Legend: B trajectories (rows), T response tokens. A tensor without another shape is (B, T). Mask 1 = the policy sampled
-this token.
+this token, and the loss counts it.
 
 A mini-batch is cut into micro-batches over the ranks. Each micro-batch computes a share of the global loss: the sum
 over the micro-batch, divided by a *global* count, `denominator`. The shares add up, however the rows are cut:
@@ -231,7 +232,7 @@ def clipped_surrogate(inputs: LossInputs, ratio: Tensor, cfg: LossConfig) -> Tok
     """l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) for the ratio r (B, T).
 
     With `cfg.entropy_balanced_clipping` (AEPO, arXiv 2510.14545) an r above the range is clipped to
-    (1 + clip_high) r / stop_gradient(r). The value is the same, but it has a gradient, of size 1 + clip_high at most.
+    (1 + clip_high) r / stop_gradient(r). The value is the same; its gradient by the logprob is 1 + clip_high, not 0.
     """
     low = 1 - cfg.clip_low
     high = 1 + cfg.clip_high
@@ -273,7 +274,7 @@ def mean_over_turns(values: Tensor, mask: Tensor, starts_context: Tensor | None 
     if starts_context is not None:
         starts = starts | starts_context
     turn_ids = starts.cumsum(-1)  # (B, T) from 1; 0 before the first turn
-    # int() makes the host wait for the GPU, which update_policy forbids. Here the number of turns is a shape.
+    # An exception to the rule in update_policy: int() makes the host wait for the GPU, but a size must be an int.
     all_ids = torch.arange(int(turn_ids.max()) + 1, device=mask.device)  # (turns + 1,)
     is_in = (turn_ids[..., None] == all_ids) & mask[..., None]  # (B, T, turns + 1)
     # Not scatter_add: on a GPU its order of summation is not fixed, so a run could not be repeated.
@@ -299,7 +300,7 @@ def loss_denominator(mask: Tensor, aggregation: str) -> Tensor:
 
     mask [[1, 1], [0, 0]] -> 2 for token_mean, 1 for the sequence means.
     """
-    _, counts = sums_and_counts(torch.zeros_like(mask), mask, aggregation)
+    _, counts = sums_and_counts(torch.zeros_like(mask, dtype=torch.float32), mask, aggregation)
     return counts.sum()
 
 

@@ -101,7 +101,7 @@ def _tools(m: Metrics, t: Trajectory) -> None:
     for call in new_calls:
         # All calls, also those of wrong answers, divided by the number of correct answers.
         m.ratio("tools/all/calls_per_correct", "tools/all/calls", "response/solved")
-        if call.cost:
+        if call.executed and call.cost:
             m.ratio("tools/all/cost_per_correct", "tools/all/cost", "response/solved")
         tool = f"tools/{call.tag}"
         for name in ("tools/all", tool):
@@ -287,7 +287,7 @@ def _exact(number: float | Tensor) -> float | Tensor:
     if not hasattr(number, "detach"):
         return float(number)
     number = number.detach()
-    return number.double() if number.is_cuda else float(number)
+    return number.double().reshape(()) if number.is_cuda else float(number)
 
 
 def _larger(a: float | Tensor, b: float | Tensor) -> float | Tensor:

@@ -29,9 +29,9 @@ class RolloutConfig:
     max_response_tokens: Annotated[int, AtLeast(1)] = 4096
     """Budget of one trajectory: sampled tokens and tool results together."""
     max_tool_calls: Annotated[int, AtLeast(0)] = 3
-    """Number of tool calls of a trajectory. After them it is told that it must answer (upstream: call_limit)."""
+    """Maximum number of tool calls of a trajectory. Then it is told that it must answer (upstream: call_limit)."""
     max_calls_per_tool: tuple[str, ...] = ()
-    """Lower limits for single tools, like python=5. A further call is refused, but counts in max_tool_calls."""
+    """Maximum number of calls of a tool, like python=5. A further call is refused, but counts in max_tool_calls."""
     max_result_tokens: Annotated[int, AtLeast(1)] = 1024
     """Longer tool results are cut, with a visible mark. The results of one turn's calls share this budget."""
     answer_reserve_tokens: int = 256
@@ -39,8 +39,9 @@ class RolloutConfig:
     context: str = "append"
     """What the model reads in each turn: append = the prompt and the conversation so far; strip_thoughts = the same
     without the thoughts of earlier turns; summary = beyond context_tokens it is asked for notes, and continues from the
-    question and these notes; or custom, FILE.py:NAME. Each context may have max_response_tokens after the prompt. The
-    response may be longer; it is trained on and rewarded as one."""
+    question and these notes; or custom, FILE.py:NAME. max_response_tokens limits each
+    context (without its prompt), not the whole response. The contexts of a response are one trajectory, with one
+    reward."""
     context_tokens: Annotated[int, AtLeast(0), NOTES] = 2048
     """summary: number of tokens after the prompt. Beyond it, the next tool result ends with the request for notes."""
     note_tokens: Annotated[int, AtLeast(1), NOTES] = 192
@@ -79,8 +80,10 @@ class RolloutConfig:
 
     @property
     def max_turns(self) -> int:
-        """Largest number of turns without a refused call: the first, and one after each call. Unless context=append, a
-        note may follow each call too."""
+        """Largest number of turns: the first, and one after each tool call. Refused calls add turns, not counted here.
+
+        With a context other than append, a note may follow each call. strip_thoughts has none: an upper bound.
+        """
         turns_per_call = 1 if self.context == "append" else 2
         return 1 + self.max_tool_calls * turns_per_call
 
@@ -158,7 +161,7 @@ class BranchingConfig:
     budget_weight: Annotated[float, AtLeast(0), Needs("branching.dynamic_budget", use=True)] = RELEASED_BUDGET_WEIGHT
     """beta of the budget split's sigmoid, per nat. Default: the released 0.5, converted like `weight`."""
     consecutive_penalty: Annotated[float, AtLeast(0), PENALISED] = 0.05
-    """AEPO: P is reduced by this share for each decision to branch in a row on the chain."""
+    """AEPO: share by which P falls for each consecutive decision to branch, on the trajectory and its ancestors."""
 
     def __post_init__(self) -> None:
         check_name("branching.selector", self.selector, "branching", "RULES", *names_of("retrospective", "EXPANSIONS"))
@@ -197,8 +200,8 @@ class AdvantageConfig:
     """Groups with equal rewards: keep = their tokens count in the loss's mean; drop = leave them out; resample = leave
     them out, and sample further prompts until the step has enough other groups (DAPO)."""
     keep_variance: Annotated[float, Between(0, 1), GROUPS] = 1.0
-    """Train only on the groups with the most spread rewards: as few as hold this share of the sum of the groups'
-    standard deviations (RAGEN-2, arXiv 2604.06268: 0.9); 1 = all groups."""
+    """Sort the groups by the standard deviation of their rewards, largest first. Train on the first ones, until they
+    have this share of the sum of all standard deviations (RAGEN-2, arXiv 2604.06268: 0.9); 1 = all groups."""
     max_resample: Annotated[int, AtLeast(1), GROUPS, Needs("advantage.dead_groups", "resample")] = 2
     """resample: a step samples at most this number times data.num_prompts_per_step further prompts. If it still has too
     few groups, it is trained on these."""
@@ -265,22 +268,23 @@ class LossConfig:
     """gspo: tokens with a common ratio, from the mean of their log-ratios: all of the response, or of a turn (AT2PO:
     clip_low 3e-3, clip_high 4e-3)."""
     clip_low: Annotated[float, AtLeast(0), CLIPS] = 0.2
-    """Ratio clip below 1."""
+    """The ratio is clipped to at least 1 - clip_low."""
     clip_high: Annotated[float, AtLeast(0), CLIPS] = 0.2
-    """Ratio clip above 1."""
+    """The ratio is clipped to at most 1 + clip_high."""
     dual_clip: Annotated[float | None, Needs("loss.kind", not_in=("gspo", "cispo", "reinforce"), use="ppo")] = 3.0
-    """ppo: largest ratio for tokens with negative advantage (c in dual-clip PPO), above 1; None = no bound."""
+    """ppo: a token with negative advantage has a loss of at most -advantage * dual_clip (c in dual-clip PPO). Above 1;
+    None = no bound."""
     entropy_balanced_clipping: Annotated[bool, CLIPS_FROM_ABOVE] = False
     """AEPO: tokens clipped at the upper bound keep a gradient of fixed size, instead of none."""
     entropy_balanced_advantage: bool = False
-    """AEPO: scale advantages by 1 + weight * z(entropy)."""
+    """AEPO: multiply advantages by max(1 + weight * z, 0), with z = (entropy - mean) / std over the mini-batch."""
     entropy_advantage_weight: Annotated[float, AtLeast(0), Needs("loss.entropy_balanced_advantage", use=True)] = 0.2
     """AEPO: the weight in entropy_balanced_advantage."""
     entropy_advantage_max_z: Annotated[float | None, AtLeast(0), Needs("loss.entropy_balanced_advantage", use=True)] = (
         2.0
     )
-    """AEPO: upper bound of z, which bounds a token's factor; None = the paper's form, without a bound. The bound has no
-    effect if a fifth of the tokens or more are uncertain. A surer policy has a few tokens with z of 10 and more."""
+    """AEPO: upper bound of z; None = no bound (the paper). If only a few tokens are uncertain, their z can exceed 10.
+    If a fifth or more of the tokens are about equally uncertain, z stays below 2, and the bound has no effect."""
     entropy_coefficient: float = 0.0
     """Coefficient of the mean token entropy (nats), which is subtracted from the loss."""
     entropy_target: Annotated[float | None, AtLeast(0)] = None
@@ -299,7 +303,9 @@ class LossConfig:
     offload_reference: Annotated[bool, MAY_CHANGE, REFERENCE] = False
     """Keep the reference's weights in CPU memory, and copy them to the GPU layer by layer (GPU only)."""
     aggregation: str = "token_mean"
-    """Mean over the global mini-batch: token_mean, sequence_mean_token_sum or sequence_mean_token_mean."""
+    """Mean over the global mini-batch: token_mean = over all loss tokens; sequence_mean_token_sum = over trajectories,
+    of the sum of their token losses; sequence_mean_token_mean = over trajectories, of the mean of their token losses.
+    """
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Denominator of the ratio: recompute = the trainer's forward pass before the update; rollout = vLLM's logprobs."""
     rollout_correction: Annotated[str, Needs("loss.old_logprobs", "recompute")] = "none"

@@ -163,6 +163,7 @@ def drop_if_no_gradient(minibatches: list[Minibatch], loss_cfg: LossConfig, rank
 
 def fill_kl_penalties(minibatch: Minibatch, loss_cfg: LossConfig, ranks: Ranks) -> Metrics:
     """Fill `trajectory.kl_penalty` on all ranks: coefficient * KL to the reference, summed over the loss tokens."""
+    # Each row is whole on one rank: kl_in=reward is refused with context parallelism (start/checks.py).
     row_ids = [row_id for micro in minibatch.micros for row_id in micro.row_ids]
     # An empty micro-batch has a row, but no row id: cut it off.
     sums = [kl_penalties(micro, loss_cfg).sum(-1)[: len(micro.row_ids)] for micro in minibatch.micros]  # (B,) each
@@ -225,7 +226,8 @@ def update_policy(
 ) -> Metrics:
     """Take one optimizer step on a global mini-batch. `micros` are this rank's micro-batches.
 
-    `is_first`: no optimizer step was taken since the rollout. Raises NonFinite, on all ranks alike.
+    `is_first`: no optimizer step was taken since the rollout. Raises NonFinite, on all ranks alike, if the
+    gradient's norm is not finite.
 
     Nothing in the loop may make the host wait for the GPU, so that the next kernels are always queued in time: no
     float(tensor), no boolean index, no copy without pinned memory. The same holds for a new loss.

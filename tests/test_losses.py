@@ -286,3 +286,12 @@ def test_the_entropy_coefficient_follows_the_entropy(target, entropies, expected
         uninterrupted.add(entropy)
     assert resumed.loss_cfg == uninterrupted.loss_cfg
     assert resumed.loss_cfg.entropy_coefficient == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_custom_aggregation_gets_floats_where_only_its_counts_are_asked_for(tmp_path):
+    """torch has no mean of bools."""
+    (tmp_path / "own.py").write_text(
+        "def row_mean(losses, mask):\n    return losses.mean(-1), mask.any(-1).to(losses)\n"
+    )
+    mask = torch.tensor([[True, True], [False, False], [True, False]])
+    assert loss_denominator(mask, f"{tmp_path / 'own.py'}:row_mean").item() == 2

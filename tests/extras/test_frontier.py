@@ -309,6 +309,20 @@ def test_the_second_table_of_echo_is_that_of_its_results():
     assert {len(table[arm]["seeds"]) for arm in table} == {8}
 
 
+def test_what_the_page_says_of_echo_on_a_pretrained_model_is_in_the_results():
+    arms = {arm: [line for line in results("echo_llm") if line["arm"] == arm] for arm in ("grpo", "echo_50m")}
+    reward = {arm: np.mean([line["reward/mean"] for line in lines]) for arm, lines in arms.items()}
+    seconds = {arm: np.mean([line["time/update"] for line in lines]) for arm, lines in arms.items()}
+    losses = [line["loss/observation"] for line in arms["echo_50m"]]
+    page = " ".join((ROOT / "docs/extending.md").read_text().split())
+    for text in (
+        f"falls from {losses[0]:.1f} to {losses[-1]:.1f} nats, the update takes",
+        f"takes {seconds['echo_50m'] / seconds['grpo']:.2f} times as long",
+        f"these steps is {reward['echo_50m']:.2f}; without the term it is {reward['grpo']:.2f}",
+    ):
+        assert text in page, text
+
+
 @pytest.mark.slow
 def test_a_run_is_made_once_and_its_line_has_what_the_report_needs(tmp_path, monkeypatch):
     monkeypatch.setitem(WORLDS, "steps", World(num_sft_steps=2, num_prompts=2, max_steps=2))
