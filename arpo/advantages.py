@@ -1,8 +1,8 @@
 """From rewards to advantages: group estimators, critic estimators, and tree credits.
 
 A group estimator compares the trajectories of a group with each other. A critic estimator compares tokens with a
-critic's values. A tree credit gives each token its advantage, from the trajectories' advantages or
-directly from their rewards.
+critic's values. A tree credit gives each token its advantage, from the trajectories' advantages or from their
+rewards.
 
 To add an estimator or a tree credit, write a function:
 

@@ -1,8 +1,8 @@
 """The policy loss: token losses (TOKEN_LOSSES), KL and entropy terms.
 
 To add a loss, write a function (LossInputs, LossConfig) -> TokenLosses in your own file (loss.kind=FILE.py:NAME), or
-here with a line in TOKEN_LOSSES. AGGREGATIONS (below) and KL_ESTIMATORS (kl.py) work in the
-same way. All functions are pure.
+here with a line in TOKEN_LOSSES. AGGREGATIONS (below) and KL_ESTIMATORS (kl.py) work in the same way.
+All functions are pure.
 
 Legend: B trajectories (rows), T response tokens. A tensor without another shape is (B, T). Mask 1 = the policy sampled
 this token, and the loss counts it.
@@ -232,7 +232,7 @@ def clipped_surrogate(inputs: LossInputs, ratio: Tensor, cfg: LossConfig) -> Tok
     """l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) for the ratio r (B, T).
 
     With `cfg.entropy_balanced_clipping` (AEPO, arXiv 2510.14545) an r above the range is clipped to
-    (1 + clip_high) r / stop_gradient(r). The value is the same; its gradient by the logprob is 1 + clip_high, not 0.
+    (1 + clip_high) r / stop_gradient(r). The value is the same, but its gradient by log r is 1 + clip_high, not 0.
     """
     low = 1 - cfg.clip_low
     high = 1 + cfg.clip_high

@@ -15,7 +15,8 @@ from arpo.config.facts import ALWAYS_MATTERS, MAY_CHANGE, OF_TRAINING, AtLeast, 
 from arpo.config.named import check_name, is_own, names_of, parameters_of, takes
 from arpo.errors import UserError, require
 
-# A need is a setting without which an option has no effect. Its `use` is what the error message proposes.
+# Needs, Decides and FACTS are explained in arpo/config/facts.py. Needs(option, *values): without one of these values of
+# `option` (none given: a true one), the annotated option has no effect. `use` is what the error message proposes.
 NEW_CONTEXTS = Needs("rollout.context", not_in=("append",), use="summary")
 NOTES = Needs("rollout.context", not_in=("append", "strip_thoughts"), use="summary")
 
@@ -40,8 +41,7 @@ class RolloutConfig:
     """What the model reads in each turn: append = the prompt and the conversation so far; strip_thoughts = the same
     without the thoughts of earlier turns; summary = beyond context_tokens it is asked for notes, and continues from the
     question and these notes; or custom, FILE.py:NAME. max_response_tokens limits each
-    context (without its prompt), not the whole response. The contexts of a response are one trajectory, with one
-    reward."""
+    context (without its prompt), not the response. The contexts of a response are one trajectory, with one reward."""
     context_tokens: Annotated[int, AtLeast(0), NOTES] = 2048
     """summary: number of tokens after the prompt. Beyond it, the next tool result ends with the request for notes."""
     note_tokens: Annotated[int, AtLeast(1), NOTES] = 192
@@ -153,9 +153,9 @@ class BranchingConfig:
     entropy_tokens: Annotated[int, AtLeast(1), Needs("branching.compat", "paper")] = 20
     """k: the entropy is the mean over this number of tokens after a tool result."""
     compat: Annotated[Literal["paper", "upstream"], ALWAYS_MATTERS] = "paper"
-    """paper = the exact entropy of the tokens after the result; upstream = like the released code: the entropy's sum
-    over the top 10 of the tokens before the call (one round late), and aepo's gate with penalty, but with one counter
-    per chain."""
+    """paper = the exact entropy of the tokens after the result. upstream = like the released code: the entropy of the
+    tokens before the call (one round late), summed over the 10 most probable tokens; with aepo also the released rule.
+    Only its count of consecutive branches differs: here each chain (a trajectory and its ancestors) has its own."""
     dynamic_budget: bool = False
     """AEPO: split the group between roots and branches by the entropies of one pre-monitoring trajectory."""
     budget_weight: Annotated[float, AtLeast(0), Needs("branching.dynamic_budget", use=True)] = RELEASED_BUDGET_WEIGHT
@@ -247,6 +247,7 @@ class CriticConfig:
 
 
 CLIPS = Needs("loss.kind", not_in=("reinforce",), use=("ppo", "gspo", "cispo"))
+# losses in which a clipped token has no gradient; cispo clips only a constant weight
 CLIPS_FROM_ABOVE = Needs("loss.kind", not_in=("cispo", "reinforce"), use=("ppo", "gspo"))
 REFERENCE = Needs("loss.kl_coefficient", use=0.001)
 CORRECTIONS = names_of("rollout_correction", "ROLLOUT_CORRECTIONS")
