@@ -60,9 +60,9 @@ class EvalConfig:
             "nothing to evaluate; pass eval.benchmarks (all, math, gaia, ...) or eval.files",
         )
         if self.eval.server:
-            class_name, _, _ = self.eval.server.partition("=")
+            class_name, _, address = self.eval.server.partition("=")
             require(
-                is_own(self.eval.server),
+                is_own(class_name) and address,
                 f"eval.server={self.eval.server} must be FILE.py:NAME=ADDRESS (docs/evaluation.md)",
             )
             definition_of("eval.server", class_name)  # raises UserError if FILE.py does not define NAME

@@ -114,9 +114,13 @@ def branch_points(groups: Sequence[Group]) -> Iterator[tuple[float, float]]:
 
 
 def decisions(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, BranchDecision]]:
-    """Yield (trajectory, decision) of all decisions with a P: not retrospective ones, and none that a tool refused."""
+    """Yield (trajectory, decision) of all decisions that have a branch probability P.
+
+    Retrospective decisions have no P, nor have decisions that a tool refused.
+    """
     for group in groups:
         for trajectory in group.trajectories:
+            # an inherited turn has no decision (Trajectory.branch), so each decision counts once
             taken = (turn.decision for turn in trajectory.turns if turn.decision)
             yield from ((trajectory, decision) for decision in taken if decision.probability is not None)
 

@@ -31,7 +31,7 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
         k2         d^2 / 2           biased          d                     KL(policy || reference)
         k3         exp(-d) + d - 1   KL              1 - exp(-d)           KL(reference || policy)
 
-    So k1 belongs into the reward. k3's log ratio is bounded by 20 and its value by 10, as in the released code. Beyond
+    So k1 belongs in the reward. k3's log ratio is bounded by 20 and its value by 10, as in the released code. Beyond
     a bound the gradient is 0.
 
     logprobs -1, ref_logprobs -2: k1 and abs 1, k2 0.5, k3 0.368.

@@ -1,8 +1,8 @@
 """Importance weights that correct for the difference between vLLM's probabilities and the trainer's.
 
-A new correction is a pair of functions: the first combines the weights of tokens, the second bounds the weights. Put
-the pair into your own file (loss.rollout_correction=FILE.py:NAME), or add a line to ROLLOUT_CORRECTIONS. All functions
-are pure. Legend as in losses.py: B trajectories (rows), T response tokens.
+A new correction is a pair of functions: the first combines the log weights of a row's tokens, the second bounds the
+weights. Put the pair into your own file (loss.rollout_correction=FILE.py:NAME), or add a line to ROLLOUT_CORRECTIONS.
+All functions are pure. Legend as in losses.py: B trajectories (rows), T response tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def rollout_weights(
 ) -> tuple[Tensor, Metrics]:
     """Return the importance weights of the tokens, (B, T) without gradient, 0 where the mask is 0; and metrics.
 
-    w = exp(old_logprobs - rollout_logprobs) for each token, or one w for all tokens of a sequence. It is bounded by
-    ROLLOUT_CORRECTIONS[cfg.rollout_correction].
+    w = exp(old_logprobs - rollout_logprobs) for each token, or one w for all tokens of a sequence. The functions of
+    cfg.rollout_correction combine the log weights and bound w.
 
     Bounds [0.5, 2], a row of w = 0.4, 1, 3 -> tis 0.4, 1, 2; mis 0, 1, 0; sequence_tis and sequence_mis the product,
     1.2; geometric_tis and geometric_mis its third root, 1.06.
@@ -82,7 +82,7 @@ def masked(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def each_token(log_weights: Tensor, mask: Tensor) -> Tensor:
-    """Return the weights unchanged: each token has its own weight."""
+    """Return the log weights unchanged: each token has its own weight."""
     return log_weights
 
 

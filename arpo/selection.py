@@ -12,14 +12,14 @@ from arpo.trajectory import Group, Trajectory
 
 
 def trained_on(group: Group) -> list[Trajectory]:
-    """Return the trajectories to train on: all without `Trajectory.is_left_out`."""
+    """Return the trajectories to train on: those that are not left out (Trajectory.is_left_out)."""
     return [t for t in group.trajectories if not t.is_left_out]
 
 
 def is_dead(group: Group) -> bool:
-    """True if all rewards are equal, so that GRPO learns nothing. Known KL penalties are subtracted first.
+    """True if all rewards, less the KL penalties computed so far, are equal: GRPO learns nothing from them.
 
-    A group of size 1 is never dead. A larger group is, if tool failures left at most one trajectory.
+    A group of size 1 is never dead. A larger group is dead if at most one of its trajectories can be trained on.
     """
     if len(group.trajectories) <= 1:
         return False
@@ -30,8 +30,8 @@ def is_dead(group: Group) -> bool:
 def groups_to_train_on(groups: list[Group], num_prompts: int, cfg: AdvantageConfig) -> list[Group]:
     """Return the groups of a step for its mini-batches, in order.
 
-    Under dead_groups=resample: the first mixed ones. Under keep_variance: of these, the ones with the most spread
-    rewards.
+    Under dead_groups=resample: the first `num_prompts` groups that are not dead. Under keep_variance: of these, the
+    groups with the largest standard deviations of rewards (`most_spread`).
     """
     if cfg.dead_groups == "resample":
         groups = [group for group in groups if not is_dead(group)][:num_prompts]

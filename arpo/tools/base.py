@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import queue
 import sys
 import threading
@@ -24,7 +25,8 @@ __all__ = ["MutedTool", "Tool", "ToolContext", "ToolResult", "ToolRunner"]
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
-NOT_THE_USERS = str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parent)
+INTERNAL_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(asyncio.__file__).parent))
+"""Code in these folders (arpo, asyncio) is not the user's, so an error names none of it."""
 TELL_AFTER_S = 600.0
 """Interval of the log line from a rank with nothing to do but wait for tools."""
 
@@ -42,10 +44,9 @@ class MutedTool(Tool):
 class ToolRunner:
     """Runs tool calls on an asyncio loop in a thread. `collect` returns finished calls without blocking.
 
-    An exception of a tool becomes a result of the kind `exception`, and counts as an infrastructure error. One
-    exception costs its trajectory; many exceptions end the run (sampling/health.py). `collect` raises only two kinds in
-    the caller's thread: UserError (the run cannot go on, for example after a refused key), and BaseExceptions outside
-    Exception.
+    An exception of a tool, or its SystemExit, becomes a result of the kind `exception`, and counts as an infrastructure
+    error. One exception costs its trajectory; many exceptions end the run (sampling/health.py). `collect` raises only
+    UserError (the run cannot go on, for example after a refused key), KeyboardInterrupt, and CancelledError.
     """
 
     def __init__(self, tools: dict[str, Tool], prices: Mapping[str, float] | None = None):
@@ -88,10 +89,10 @@ class ToolRunner:
                 wait_or_end(pulse, self._blocker)
 
     def _blocker(self) -> str:
-        """Return words for the function now blocking the loop."""
+        """Return the function now blocking the loop, as the subject of the sentence in `wait_or_end`."""
         frame = sys._current_frames().get(self._thread.ident)
-        blocking = None
-        while frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        blocking = None  # from the innermost frame outwards, to the outermost one of the user's code
+        while frame is not None and not frame.f_code.co_filename.startswith(INTERNAL_FOLDERS):
             blocking = frame
             frame = frame.f_back
         code = blocking and blocking.f_code
@@ -192,5 +193,6 @@ class ToolRunner:
         self._closing.set()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLOSE_TIMEOUT_S)
-        self._loop.close()
-        self._pulse.set()  # `_watch` may wait for the last pulse, and the closed loop cannot set it
+        if not self._thread.is_alive():  # a loop that a tool still blocks cannot be closed
+            self._loop.close()
+        self._pulse.set()  # `_watch` may wait for the last pulse, and a stopped loop cannot set it

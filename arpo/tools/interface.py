@@ -134,9 +134,9 @@ async def answer(
 ) -> ToolResult:
     """Run a call. `context` and `session` are passed if the tool's `run` has these parameters.
 
-    The price counts only for a successful answer from outside the cache. Raises UserError if `run` returns no
-    ToolResult. Raises TypeError or ValueError for None, and for a ToolResult with values of the wrong type. ToolRunner
-    drops only the trajectory after TypeError or ValueError, and the run goes on.
+    The price counts only for a successful answer from outside the cache. Raises UserError if `run` returns
+    an object of another class, which ends the run. Raises TypeError for None (a forgotten return), and TypeError or
+    ValueError for a ToolResult with wrong values. After these two ToolRunner drops only the trajectory.
     """
     # the function behind the method, so that each class of tools is inspected once
     parameters = _parameters_of(tool.run.__func__ if inspect.ismethod(tool.run) else tool.run)

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -65,6 +66,22 @@ def test_a_task_of_a_tool_that_exits_leaves_the_loop_to_the_other_calls(run, kin
     [(_, second)] = runner.collect(block=True)
     runner.close()
     assert (first.error_kind, second.ok) == (kind, True)
+
+
+def test_a_tool_that_blocks_the_loop_at_the_end_of_a_run_does_not_fail_it(monkeypatch, caplog):
+    monkeypatch.setattr(base, "CLOSE_TIMEOUT_S", 0.2)
+    may_go_on = threading.Event()
+
+    class Blocks(EchoTool):
+        async def aclose(self):
+            may_go_on.wait(60)
+
+    runner = ToolRunner({"blocks": Blocks("blocks")})
+    runner.close()
+    assert "the blocks tool could not be closed" in caplog.text and runner._thread.is_alive()
+    may_go_on.set()
+    runner._thread.join(60)
+    assert not runner._thread.is_alive()
 
 
 def test_a_user_error_of_a_tool_ends_the_rollout_and_one_that_returns_no_result_is_named():
