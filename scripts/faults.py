@@ -51,7 +51,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("evidence.consecutive + 1 if decision.wants else 0", "evidence.consecutive + decision.wants"),
         ("loss_mask[turn.end :] = [0] * len(token_ids)", "loss_mask[turn.end :] = [1] * len(token_ids)"),
         ("if len(tags) >= cfg.max_tool_calls", "if len(tags) > cfg.max_tool_calls"),
-        ("len(self.trajectory.token_ids) + num_replaced", "len(self.trajectory.token_ids)"),
+        ("len(self.trajectory.token_ids) + num_in_contexts", "len(self.trajectory.token_ids)"),
     ],
     ("rollout", "test_rollout test_rollout_hermes sampling/test_carry_over"): [
         ('seed += f"|{len(sampled)}"', "pass"),
