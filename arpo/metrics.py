@@ -101,7 +101,7 @@ def _tools(m: Metrics, t: Trajectory) -> None:
     for call in new_calls:
         # All calls, also those of wrong answers, divided by the number of correct answers.
         m.ratio("tools/all/calls_per_correct", "tools/all/calls", "response/solved")
-        if call.executed and call.cost:
+        if call.cost:
             m.ratio("tools/all/cost_per_correct", "tools/all/cost", "response/solved")
         tool = f"tools/{call.tag}"
         for name in ("tools/all", tool):

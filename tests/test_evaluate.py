@@ -305,6 +305,7 @@ def test_a_run_that_its_server_left_continues_with_the_next_one(world, evaluate_
     "changes, words",
     [
         ({"eval__server": f"{SERVER}=http://127.0.0.1:9"}, r"eval\.server: cannot reach http://127\.0\.0\.1:9/v1"),
+        ({"eval__server": SERVER}, r"eval\.server=.* must be FILE\.py:NAME=ADDRESS"),
         ({"eval__server": "http://127.0.0.1:9"}, r"eval\.server=http://127.0.0.1:9 must be FILE\.py:NAME=ADDRESS"),
         ({"eval__server_model": "big"}, "does not serve 'big'"),
         ({"judge__url": "http://127.0.0.1:9/v1/chat/completions", "judge__model": "j"}, r"judge\.url"),
