@@ -4,11 +4,9 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.forked import in_processes
-from helpers.models import assert_close_by_name, build_tiny_model, cfg_of, random_rows
+from helpers.models import assert_close_by_name, cfg_of, random_rows
 from helpers.processes import is_running
 from helpers.ranks import PATIENCE_S, ROOT, mesh_of_one, run_ranks
 from safetensors.numpy import load_file
@@ -149,18 +147,18 @@ def test_ranks_with_the_whole_model_exchange_gradients_once_a_step_and_learn_the
             assert found["num_gathered"] == (0 if reshards else found["num_micros"] - 1)
 
 
-def limits_of_groups(ranks) -> list[float]:
+def limits_of_groups(ranks, model_dir: str) -> list[float]:
     """Minutes that this rank waits in a collective of each kind of group: all, replicate, shard, neighbours, team."""
     timeout = timedelta(minutes=7)
     mesh = make_mesh("cpu", ranks.world_size, 2, timeout)
-    team = form_team(replace(ranks, timeout=timeout), 2, str(build_tiny_model(Path(tempfile.mkdtemp()), weights=False)))
+    team = form_team(replace(ranks, timeout=timeout), 2, model_dir)
     groups = [dist.group.WORLD, *mesh.get_all_groups(), make_group(2, timeout), team.group]
     return [group._get_backend(torch.device("cpu")).options._timeout / timedelta(minutes=1) for group in groups]
 
 
-def test_every_group_waits_as_long_as_the_run_says():
+def test_every_group_waits_as_long_as_the_run_says(tiny_model_dir):
     """run_ranks says 10 minutes; torch's own limits are 30 minutes (gloo) and 10 (NCCL)."""
-    assert run_ranks(4, limits_of_groups) == [[10.0, 7.0, 7.0, 7.0, 7.0]] * 4
+    assert run_ranks(4, limits_of_groups, str(tiny_model_dir)) == [[10.0, 7.0, 7.0, 7.0, 7.0]] * 4
 
 
 @dataclass(frozen=True)
