@@ -119,7 +119,7 @@ def main(cfg: EvalConfig) -> None:
     if cfg.reward.file:
         load_custom("reward.file", cfg.reward.function).try_on(sets[0].prompts[0], env.codec)
 
-    # ---- questions: questions finished by an earlier run of the same command are not asked again
+    # ---- questions: those that an earlier run of the same command has finished are not asked again
     folder = cfg.run.folder
     judge = None
     if ranks.is_main:
@@ -175,7 +175,7 @@ def main(cfg: EvalConfig) -> None:
             questions.prompts,
             name=0,  # also seeds the samples: the same in each set
             label=questions.name,
-            max_at_once=2 * cfg.engine.max_num_seqs,  # a full batch, and as many trajectories that wait for tools
+            max_at_once=2 * cfg.engine.max_num_seqs,  # one full batch decodes while another waits for tools
         )
         sampler.run(source, questions.name, len(team.share(questions.prompts)), is_part=False)
     env.tools.close()

@@ -31,8 +31,8 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
         k2         d^2 / 2           biased          d                     KL(policy || reference)
         k3         exp(-d) + d - 1   KL              1 - exp(-d)           KL(reference || policy)
 
-    So k1 belongs in the reward. k3's log ratio is bounded by 20 and its value by 10, as in the released code. Beyond
-    a bound the gradient is 0.
+    So k1 belongs in the reward. k3 has two bounds, as in the released code: d lies between -20 and 20, and the value
+    is at most 10 (reached at d = -2.61). Outside of them the gradient is 0.
 
     logprobs -1, ref_logprobs -2: k1 and abs 1, k2 0.5, k3 0.368.
     """

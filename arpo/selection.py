@@ -39,13 +39,14 @@ def groups_to_train_on(groups: list[Group], num_prompts: int, cfg: AdvantageConf
 
 
 def most_spread(groups: list[Group], share: float) -> list[Group]:
-    """Return the groups with the largest standard deviations of rewards, as few as hold `share` of the sum of all.
+    """Return the fewest groups whose standard deviations of rewards add up to `share` of the sum of all groups.
 
-    Among equals the earlier ones. Deviations [0.1, 0.5, 0, 0.4], share 0.9 -> the second and the fourth. All 0 -> none.
+    The largest come first; of two equal ones, the earlier. Groups without spread are never kept.
+    Deviations [0.1, 0.5, 0, 0.4], share 0.9 -> the second and the fourth group.
     """
     spreads = [reward_spread(group) for group in groups]
     kept = set()
-    missing = share * sum(spreads) * (1 - 1e-9)  # less what rounding may lose
+    missing = share * sum(spreads) * (1 - 1e-9)  # so that rounding cannot ask for one group more
     for index in sorted(range(len(groups)), key=lambda i: -spreads[i]):
         if missing <= 0:
             break
@@ -55,7 +56,7 @@ def most_spread(groups: list[Group], share: float) -> list[Group]:
 
 
 def reward_spread(group: Group) -> float:
-    """Return the standard deviation of the rewards to train on, known KL penalties subtracted; 0 for fewer than two."""
+    """Return the standard deviation of the trained rewards, minus known KL penalties. 0 for fewer than two rewards."""
     rewards = [t.reward - t.kl_penalty for t in trained_on(group)]
     return pstdev(rewards) if len(rewards) > 1 else 0.0
 

@@ -46,6 +46,7 @@ ANCHOR = ["--loss.kl_coefficient", "0.1"]
 """A penalty for the distance to the policy before RL (k3)."""
 CLIP = ["--optim.max_grad_norm", "0.1"]
 """Gradients are clipped at the usual norm of the first steps."""
+ANCHORED = [*DECAY, *ANCHOR, *CLIP]
 RULES: dict[str, list[str]] = {
     "grpo": ["--branching.selector", "none"],
     "top_h": ["--branching.selector", "top_h"],
@@ -66,17 +67,18 @@ RULES: dict[str, list[str]] = {
     "top_h_decay": ["--branching.selector", "top_h", *DECAY],
     "top_h_mixed": ["--branching.selector", "top_h", *UNTIL_MIXED],
     "top_h_mixed_decay": ["--branching.selector", "top_h", *UNTIL_MIXED, *DECAY],
-    "grpo_anchored": ["--branching.selector", "none", *DECAY, *ANCHOR, *CLIP],
-    "top_h_anchored": ["--branching.selector", "top_h", *DECAY, *ANCHOR, *CLIP],
+    "grpo_anchored": ["--branching.selector", "none", *ANCHORED],
+    "top_h_anchored": ["--branching.selector", "top_h", *ANCHORED],
     "top_h_mixed_decay_kl": ["--branching.selector", "top_h", *UNTIL_MIXED, *DECAY, *ANCHOR],
-    "top_h_mixed_anchored": ["--branching.selector", "top_h", *UNTIL_MIXED, *DECAY, *ANCHOR, *CLIP],
+    "top_h_mixed_anchored": ["--branching.selector", "top_h", *UNTIL_MIXED, *ANCHORED],
     "roots_mixed": ["--branching.selector", ROOTS, *UNTIL_MIXED],
 }
 """Rule -> the flags of train_rl.py. Rules with "keep" in the name count groups with all rewards equal in the mean of
 the loss; the other rules leave these groups out. `positions` is the blind control: it forks as often at each turn as
 top_h, and ignores the entropies. It must run after top_h. `roots_mixed` is the control of `top_h_mixed`: its groups
 grow by new roots."""
-WITHOUT_ROOTS = ("grpo", "grpo_keep", "grpo_dr", "grpo_decay", "grpo_anchored", "aepo")
+RULES |= {f"{rule}_anchored": [*RULES[rule], *ANCHORED] for rule in ("at2po", "random", "arpo", "threshold", "aepo")}
+WITHOUT_ROOTS = ("grpo", "grpo_keep", "grpo_dr", "grpo_decay", "grpo_anchored", "aepo", "aepo_anchored")
 
 
 def is_custom(rule: str) -> bool:
