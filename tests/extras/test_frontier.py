@@ -156,10 +156,9 @@ def compared(section: str) -> list[dict]:
     """The runs of a table of docs/branching.md: of a world, or those with an anchor and their rivals."""
     if section != "anchored":
         return [line for line in results("frontier") if (line["world"], line["stage"]) == (section, 2)]
-    rules = {"grpo", "grpo_decay", "top_h_mixed_decay", "grpo_anchored", "top_h_mixed_decay_kl", "top_h_mixed_anchored",
-             "top_h_anchored"}  # fmt: skip
-    lines = [*compared("signal"), *results("anchored")]
-    return [line for line in lines if line["rule"] in rules and line["seed"] >= 60]
+    rivals = ("grpo", "grpo_decay", "top_h_mixed_decay")
+    fresh = [line for line in compared("signal") if line["rule"] in rivals and line["seed"] >= 60]
+    return [*fresh, *results("anchored")]
 
 
 @pytest.mark.parametrize(
@@ -216,6 +215,15 @@ ONE_ROOT = "top_h_anchored_g4_r1_x1"
 @pytest.mark.parametrize(
     ("section", "ours", "theirs", "text"),
     [
+        ("anchored", "at2po_anchored_g4_r1_x1", "grpo_anchored_g2_x1", "`at2po` {} (0 of 8 fail), random"),
+        ("anchored", "random_anchored_g4_r1_x1", "grpo_anchored_g2_x1", "random {} (0 of 8 fail), `arpo`"),
+        ("anchored", "arpo_anchored_g4_r1_x1", "grpo_anchored_g2_x1", "`arpo` {} (1 of 8 fails), threshold"),
+        ("anchored", "threshold_anchored_g4_r1_x1", "grpo_anchored_g2_x1", "threshold {} (1 of 8 fails). The"),
+        ("anchored", "aepo_anchored_g4_x1", "grpo_anchored_g2_x1", "AEPO: {} (0 of 8 fail)."),
+        ("anchored", ONE_ROOT, "random_anchored_g4_r1_x1", "`top_h` takes {} of the calls of random forks, and"),
+        ("anchored", ONE_ROOT, "at2po_anchored_g4_r1_x1", "{} of `at2po`'s"),
+        ("anchored", ONE_ROOT, "threshold_anchored_g4_r1_x1", "takes {} of the threshold's calls, and"),
+        ("anchored", ONE_ROOT, "aepo_anchored_g4_x1", "{} of AEPO's (eight seeds each)"),
         ("steps", ONE_ROOT, "grpo_g3_x1", "take {} of the calls of GRPO with three"),
         ("steps", "grpo_anchored_g3_x1", "grpo_g3_x1", "{} of GRPO 3's calls with three"),
         ("steps", "at2po_g4_r1_x1", "grpo_g3_x1", "`at2po` {} (1 of 6 fail)"),
@@ -278,6 +286,8 @@ def test_what_the_page_says_of_the_anchor_is_in_the_results():
         f"two of four take {interval(ratios(two_roots, runs['grpo_anchored_g2_x1'], 'calls'))} ({len(two_roots)} seeds",
     ):
         assert text in page, text
+    random_forks = interval(ratios(runs["random_anchored_g4_r1_x1"], runs["grpo_anchored_g2_x1"], "calls"))
+    assert f"with the same anchor, take {random_forks} (eight seeds)" in (ROOT / "README.md").read_text()
 
 
 def test_the_table_of_echo_is_that_of_its_results():
