@@ -14,7 +14,6 @@ from arpo.errors import UserError
 from arpo.protocol.tags import parse_row
 from arpo.sft.conversations import read_conversations
 
-ROOT = Path(__file__).resolve().parents[2]
 HERMES = '<tool_call>\n{"name": "search", "arguments": {"query": "Paris"}}\n</tool_call>'
 
 
@@ -28,10 +27,8 @@ def sharegpt(*turns: tuple[str, str]) -> dict:
 
 def test_sharegpt_and_openai_conversations_become_the_same_messages(tmp_path):
     turns = sharegpt(("human", "q"), ("gpt", "<search>q</search>"), ("observation", "found"), ("gpt", "a"))
-    theirs, openai = (
-        turns | {"system": "be brief"},
-        dialogue("s:be brief", "u:q", "a:<search>q</search>", "t:found", "a:a"),
-    )
+    theirs = turns | {"system": "be brief"}
+    openai = dialogue("s:be brief", "u:q", "a:<search>q</search>", "t:found", "a:a")
     (tmp_path / "array.json").write_text(json.dumps([theirs]))
     assert messages_of(write_jsonl(tmp_path / "a.jsonl", [theirs])) == [openai]
     assert messages_of(write_jsonl(tmp_path / "b.jsonl", [{"messages": openai}])) == [openai]
