@@ -29,9 +29,6 @@ def published_row(answer: str | None = "Paris", system: str = "Answer in \x08oxe
     }
 
 
-# ---- prompts
-
-
 def test_published_schema_is_read_and_its_damaged_box_repaired_and_logged_once(tmp_path, caplog):
     path = write_parquet(tmp_path / "rl.parquet", [published_row()] * 5)
     with caplog.at_level(logging.WARNING, "arpo"):
@@ -158,9 +155,6 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, caplog):
         tokenize_prompts(prompts, render, max_prompt_tokens=5, overlong="error", path="q.jsonl")
     with pytest.raises(UserError, match="2 of 2"):
         tokenize_prompts(prompts, render, max_prompt_tokens=1, overlong="drop", path="q.jsonl")
-
-
-# ---- order
 
 
 def test_draws_of_any_size_follow_the_order_of_epoch_and_seed():

@@ -99,9 +99,6 @@ def test_bad_conversation_is_named_by_its_line(tmp_path, row, message):
         messages_of(write_jsonl(tmp_path / "sft.jsonl", [{"messages": dialogue("u:q", "a:a")}, row]))
 
 
-# ---- parts of a file
-
-
 def numbered(path: Path, rows: list[dict]) -> Path:
     if path.suffix == ".parquet":
         import pyarrow as pa
