@@ -3,17 +3,16 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.edits import ROOT
 
 from benchmarks import update_mfu
 from benchmarks.shared.gpu_sections import OF_TRAIN_RL, sections
 from benchmarks.shared.shapes import SHAPES
 
-ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = sections("cuda")
 H100_BYTES = 79.1 * 2**30
 """What torch reports of an H100 with 80 GB."""

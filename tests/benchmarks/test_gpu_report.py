@@ -1,6 +1,5 @@
 """The GPU kit on a machine without one: its driver against sections that fail in every way, and the kit itself."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -9,15 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.edits import ROOT
 
 from arpo.start.load import load_config
+from benchmarks import gpu_report
 from benchmarks.shared.children import child_environment
 from train_rl import RLConfig
-
-ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("gpu_report", ROOT / "benchmarks" / "gpu_report.py")
-gpu_report = sys.modules["gpu_report"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(gpu_report)
 
 
 @pytest.fixture

@@ -16,9 +16,6 @@ SMALL = Workload("Qwen3-14B", 4, 2, median_tokens=1000, max_tokens=8000, max_num
 RANKS, STEPS = 4, 4
 
 
-# ---- the clock
-
-
 def test_what_is_gathered_or_counted_is_of_all_ranks_at_the_time_of_the_last():
     time, got = VirtualTime(4), {}
     store, counts = VirtualStore(time, seconds=0.25), []
@@ -35,9 +32,6 @@ def test_what_is_gathered_or_counted_is_of_all_ranks_at_the_time_of_the_last():
         assert values == [(r, turn) for r in range(4)] and now == 3.0 * (turn + 1)
     assert len(got) == 12
     assert counts == [1, 2, 3, 4] and time.now == [9.25] * 4 and store.num_requests == 4
-
-
-# ---- the engine
 
 
 def make_engine(**settings) -> VirtualEngine:
@@ -88,32 +82,22 @@ def test_a_request_that_was_cut_goes_on_where_it_was_and_costs_its_prompt_again(
     assert again > 0 and cut.busy_s == pytest.approx(uncut.busy_s + again)
 
 
-# ---- steps
-
-
-def run_of(mode: str, trained: list | None = None) -> no_rank_waits.Run:
-    """A run whose groups to train on go to `trained`, step by step."""
-    run = no_rank_waits.Run(SMALL, no_rank_waits.MODES[mode], RANKS, STEPS, CODEC)
+@pytest.mark.parametrize("bound", [1, 2])
+def test_carried_groups_are_trained_on_once_whole_and_within_the_bound(bound):
+    trained = []
+    run = no_rank_waits.Run(SMALL, no_rank_waits.MODES[f"pull, carry_over {bound}"], RANKS, STEPS, CODEC)
     note = run.note
 
     def keep(record, number, groups, num_cut_off):
-        if trained is not None:
-            trained.append(groups)
+        trained.append(groups)
         note(record, number, groups, num_cut_off)
 
     run.note = keep
     run()
-    return run
-
-
-@pytest.mark.parametrize("bound", [1, 2])
-def test_carried_groups_are_trained_on_once_whole_and_within_the_bound(bound):
-    trained = []
-    run = run_of(f"pull, carry_over {bound}", trained)
     assert [len(groups) for groups in trained] == [16] * STEPS
     names = [group.prompt.prompt_id for groups in trained for group in groups]
     assert len(set(names)) == len(names)
-    for t in all_of(trained):
+    for t in (t for groups in trained for group in groups for t in group.trajectories):
         assert t.num_sampled_tokens == SMALL.tokens_of(t.prompt_id, t.trajectory_id)[0]
     for number, (groups, step) in enumerate(zip(trained, run.steps, strict=True), start=1):
         assert step.stale == staleness(groups, number).values() and step.stale["carry_over/staleness_max"] <= bound
@@ -123,10 +107,6 @@ def test_carried_groups_are_trained_on_once_whole_and_within_the_bound(bound):
 
 def measured(mode: str) -> no_rank_waits.Measured:
     return no_rank_waits.measure(SMALL, no_rank_waits.MODES[mode], num_ranks=RANKS, num_steps=2, codec=CODEC)
-
-
-def all_of(steps: list) -> list:
-    return [t for groups in steps for group in groups for t in group.trajectories]
 
 
 def test_a_run_repeats_exactly_and_carried_groups_leave_engines_less_idle():

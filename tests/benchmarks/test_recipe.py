@@ -5,9 +5,9 @@ Each case names the project and the number of the report.
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from helpers.edits import ROOT
 
 from benchmarks import scaling
 from benchmarks.shared import cost_model, recipe
@@ -15,7 +15,7 @@ from benchmarks.shared.hardware import HARDWARE
 from benchmarks.shared.recipe import Recipe, recipe_of
 from benchmarks.shared.shapes import MODELS, OTHER_MODELS
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 NODE = HARDWARE["8xH100-80GB"]
 RUN = Recipe(
     num_steps=100,
@@ -83,8 +83,7 @@ def test_a_recipe_has_the_steps_validations_and_saves_of_its_files():
     assert epoch.num_steps == 233  # as the published run
     assert epoch.num_validations == 0 and not epoch.keep_best
     pinned = "--data.train openai/gsm8k@abc:main/train-00000-of-00001.parquet --run.num_steps 0 --run.num_epochs 1"
-    named = recipe_of_files("gsm8k", flags=pinned)
-    assert named.num_steps == 233
+    assert recipe_of_files("gsm8k", flags=pinned).num_steps == 233
 
 
 def test_the_rows_of_a_file_that_is_there_are_counted(tmp_path):

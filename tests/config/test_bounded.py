@@ -89,7 +89,7 @@ BOMBS = [
       for form in ("sft", "hermes") for value in (DEEP, DEEP_BUT_WHOLE, r'"\ud800"')],
     *[("dump", "d.jsonl", text + "\n") for text in (DEEP, NUMBER, f'{{"a": {NUMBER}}}', "5", "[]")],
     ("dump", "d.jsonl.gz", BOMB),
-    ("dump", "d.jsonl.gz", gzip.compress(b"a\n")[:-9]),
+    *[("dump", "d.jsonl.gz", packed) for packed in (gzip.compress(b"a\n")[:-9], b"no gzip")],
     *[("carried", "carried_00000.json.gz", bomb) for bomb in (BOMB, EMPTY_LISTS)],
     *[("carried", "carried_00000.json.gz", gzip.compress(text.encode())) for text in (DEEP, NUMBER + "x")],
     ("carried", "carried_00000.json.gz", gzip.compress(b"{}")[:-1]),

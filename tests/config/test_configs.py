@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.edits import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from arpo.branching import RULES, Evidence, initial_rollouts
@@ -25,9 +25,10 @@ from extras.ablation.frontier_settings import RULES as RULES_MEASURED
 from train_rl import RLConfig
 from train_sft import SFTConfig
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1e6}
 QWEN2 = QWEN | {"model_type": "qwen2", "max_position_embeddings": 32768}
+SMALL_QWEN2 = QWEN2 | {"vocab_size": 151936, "tie_word_embeddings": True}
 QWEN3 = QWEN | {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
 QWEN3_5 = QWEN3 | {
     "model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256, "max_position_embeddings": 262144,
@@ -47,14 +48,8 @@ def shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
 
 
 MODELS = {  # config.json as published, and the number of parameters
-    "qwen2.5_1.5b": (
-        QWEN2 | shape(1536, 8960, 28, 12, 2) | {"vocab_size": 151936, "tie_word_embeddings": True},
-        1_543_714_304,
-    ),
-    "qwen2.5_3b": (
-        QWEN2 | shape(2048, 11008, 36, 16, 2) | {"vocab_size": 151936, "tie_word_embeddings": True},
-        3_085_938_688,
-    ),
+    "qwen2.5_1.5b": (SMALL_QWEN2 | shape(1536, 8960, 28, 12, 2), 1_543_714_304),
+    "qwen2.5_3b": (SMALL_QWEN2 | shape(2048, 11008, 36, 16, 2), 3_085_938_688),
     "qwen2.5_7b": (QWEN2 | shape(3584, 18944, 28, 28, 4) | {"vocab_size": 152064}, 7_615_616_512),
     "llama3.1_8b": (
         {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
@@ -176,18 +171,14 @@ def test_the_bundle_that_forks_afterwards_is_the_one_that_was_measured():
 @pytest.mark.parametrize("model", MODELS)
 def test_sft_settings_are_the_papers(model):
     cfg = sft(model)
-    assert (cfg.optim.lr, cfg.optim.schedule, cfg.optim.warmup_ratio, cfg.optim.weight_decay) == (
-        7e-6,
-        "cosine",
-        0.1,
-        0,
-    )
+    optim = cfg.optim
+    assert (optim.lr, optim.schedule, optim.warmup_ratio, optim.weight_decay) == (7e-6, "cosine", 0.1, 0)
     assert (cfg.run.num_epochs, cfg.data.num_conversations_per_step, cfg.data.max_tokens) == (3, 16, 15000)
     assert cfg.model.compute_dtype == "bfloat16" and cfg.data.mask_results
     assert cfg.data.max_tokens <= real(model).config.max_position_embeddings
     assert cfg.model.enable_thinking == rl("arpo", model).model.enable_thinking  # else RL would see other prompts
     default = SFTConfig(data=cfg.data)
-    assert cfg.optim == default.optim and cfg.run.num_epochs == default.run.num_epochs
+    assert optim == default.optim and cfg.run.num_epochs == default.run.num_epochs
 
 
 @pytest.mark.parametrize("model", MODELS | LARGER)
@@ -247,8 +238,7 @@ def test_deep_search_is_evaluated_with_pages_and_a_summariser(model):
 )
 def test_another_search_takes_its_own_flags_only(script, flags):
     """What the configs say of Bright Data goes with it."""
-    algorithm = {RLConfig: ["arpo"], EvalConfig: ["eval", "eval_deepsearch"]}[script]
-    for name in algorithm:
+    for name in {RLConfig: ["arpo"], EvalConfig: ["eval", "eval_deepsearch"]}[script]:
         files = [str(CONFIGS / f"{file}.yaml") for file in ("qwen3_8b", name)]
         given = [token for key, value in flags.items() for token in (f"--tools.search.{key}", value)]
         search = load_config(script, [*files, *given]).tools.search
@@ -256,12 +246,10 @@ def test_another_search_takes_its_own_flags_only(script, flags):
 
 
 BASELINES = {
-    "gspo": {
-        "kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean_token_mean",
-    },
+    "gspo": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean_token_mean"},
     "dapo": {"clip_high": 0.28, "dual_clip": 10.0},
     "reinforce_pp": {"kl_coefficient": 1e-5, "kl_estimator": "k2"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("model", [*MODELS, "smoke"])

@@ -132,8 +132,6 @@ def test_a_json_column_that_holds_no_json_is_one_line(tmp_path):
         list(read_rows(tmp_path / "a.parquet"))
 
 
-# ---- csv and gzip
-
 ROWS = [{"question": f'{n} + "1",\nor é?', "answer": str(n + 1), "tools": "python"} for n in range(7)]
 
 

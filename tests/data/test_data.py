@@ -5,16 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-from pathlib import Path
 
 import pytest
+from helpers.edits import ROOT
 from helpers.files import write_jsonl, write_parquet
 
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts
 from arpo.errors import UserError
 from arpo.rewards import accuracy_function
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+SHARED = ROOT.parent / "shared/data"
 needs_published_files = pytest.mark.skipif(not SHARED.is_dir(), reason="the published data files are not here")
 
 
@@ -29,9 +29,6 @@ def published_row(answer: str | None = "Paris", system: str = "Answer in \x08oxe
     }
 
 
-# ---- prompts
-
-
 def test_published_schema_is_read_and_its_damaged_box_repaired_and_logged_once(tmp_path, caplog):
     path = write_parquet(tmp_path / "rl.parquet", [published_row()] * 5)
     with caplog.at_level(logging.WARNING, "arpo"):
@@ -44,14 +41,11 @@ def test_published_schema_is_read_and_its_damaged_box_repaired_and_logged_once(t
 
 def test_simple_schema_takes_text_or_messages_and_one_answer_or_many(tmp_path):
     messages = [{"role": "user", "content": "1 + 1?"}]
-    path = write_jsonl(
-        tmp_path / "q.jsonl",
-        [
-            {"prompt": "Where?", "answer": ["NYC", "New York"], "data_source": "demo", "tools": ["search"]},
-            {"prompt": messages, "answer": 2, "tools": "python, search", "ability": "math"},
-        ],
-    )
-    where, two = load_prompts(path)
+    rows = [
+        {"prompt": "Where?", "answer": ["NYC", "New York"], "data_source": "demo", "tools": ["search"]},
+        {"prompt": messages, "answer": 2, "tools": "python, search", "ability": "math"},
+    ]
+    where, two = load_prompts(write_jsonl(tmp_path / "q.jsonl", rows))
     assert where.messages == [{"role": "user", "content": "Where?"}] and where.answers == ["NYC", "New York"]
     assert where.tools == ("search",) and where.data_source == "demo"
     assert two.messages == messages and two.answers == ["2"] and two.tools == ("python", "search")
@@ -59,10 +53,8 @@ def test_simple_schema_takes_text_or_messages_and_one_answer_or_many(tmp_path):
 
 
 def test_leftover_fields_stay_as_plain_json_types(tmp_path):
-    path = write_jsonl(
-        tmp_path / "test.jsonl", [{"Question": "?", "answer": "4", "Level": 2, "extra": {"a": [1, None]}}]
-    )
-    [prompt] = load_prompts(path)
+    row = {"Question": "?", "answer": "4", "Level": 2, "extra": {"a": [1, None]}}
+    [prompt] = load_prompts(write_jsonl(tmp_path / "test.jsonl", [row]))
     assert prompt.meta["Level"] == 2 and json.loads(json.dumps(prompt.meta)) == prompt.meta
     assert prompt.data_source == tmp_path.name, "test.jsonl is named by its folder"
 
@@ -75,9 +67,7 @@ def test_a_mark_of_the_byte_order_is_no_part_of_the_text(tmp_path, name):
 
 
 def test_few_bad_rows_are_skipped_with_their_row_and_keep_the_ids_of_the_others(tmp_path, caplog):
-    path = write_parquet(
-        tmp_path / "rl.parquet", [published_row(), published_row(None), published_row(" "), published_row()]
-    )
+    path = write_parquet(tmp_path / "rl.parquet", [published_row(answer) for answer in ("a", None, " ", "b")])
     with caplog.at_level(logging.WARNING, "arpo"):
         prompts = load_prompts(path)
     assert [p.prompt_id for p in prompts] == ["rl-000000", "rl-000003"]
@@ -167,9 +157,6 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, caplog):
         tokenize_prompts(prompts, render, max_prompt_tokens=1, overlong="drop", path="q.jsonl")
 
 
-# ---- order
-
-
 def test_draws_of_any_size_follow_the_order_of_epoch_and_seed():
     order = PromptOrder(num_prompts=10, num_per_step=3, seed=0, option="data.n")  # 9 prompts an epoch
     assert order.draw(6, 3) == (order.indices(2), 9)
@@ -208,9 +195,8 @@ def test_search_r1s_rows_are_their_question_without_its_instructions_and_an_exac
     ]  # fmt: skip
     prompts = load_prompts(write_parquet(tmp_path / "train.parquet", rows))
     assert [p.messages for p in prompts] == [[{"role": "user", "content": "who is it?"}]] * 2
-    assert [(p.data_source, p.answers) for p in prompts] == [
-        (s, ["Ada Lovelace", "Lovelace"]) for s in ("nq", "hotpotqa")
-    ]
+    assert [p.data_source for p in prompts] == ["nq", "hotpotqa"]
+    assert all(p.answers == ["Ada Lovelace", "Lovelace"] for p in prompts)
     assert "metadata" not in prompts[0].meta
     for prompt in prompts:
         measure = accuracy_function(prompt.answers, prompt.data_source, prompt.meta["ability"])

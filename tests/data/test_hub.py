@@ -60,16 +60,11 @@ def server(tmp_path, monkeypatch):
         ("o/one@v1.0:a.json", HubFile("o/one", "v1.0", "a.json")),
         ("o/one@refs/pr/1", HubFile("o/one", "refs/pr/1")),
         ("hf://datasets/openai/gsm8k", HubFile("openai/gsm8k")),
-        ("hf://datasets/openai/gsm8k@abc/main/a.parquet", HubFile("openai/gsm8k", "abc", "main/a.parquet")),
         ("https://huggingface.co/datasets/openai/gsm8k/", HubFile("openai/gsm8k")),
         ("https://huggingface.co/datasets/o/one/tree/v1.0", HubFile("o/one", "v1.0")),
         ("https://huggingface.co/datasets/o/one/blob/main/d/a.json", HubFile("o/one", "main", "d/a.json")),
         ("https://huggingface.co/datasets/o/one/resolve/main/a.json?download=true", HubFile("o/one", "main", "a.json")),
-        # the Hub's own addresses of files that it has converted, and of a name with a blank
-        (
-            "https://huggingface.co/datasets/ibm/duorc/resolve/refs%2Fconvert%2Fparquet/ParaphraseRC/test/0000.parquet",
-            HubFile("ibm/duorc", "refs/convert/parquet", "ParaphraseRC/test/0000.parquet"),
-        ),
+        # the Hub's own address of a name with a blank
         ("https://huggingface.co/datasets/o/one/blob/refs/pr/3/a%20b.json", HubFile("o/one", "refs/pr/3", "a b.json")),
         ("hf://datasets/o/one@refs/convert/parquet/f.parquet", HubFile("o/one", "refs/convert/parquet", "f.parquet")),
         ("hf://datasets/o/one@refs%2Fpr%2F3/a%20b.json", HubFile("o/one", "refs/pr/3", "a%20b.json")),

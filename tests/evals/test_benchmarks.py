@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.edits import ROOT
 from helpers.eval_sets import write_sets
 from helpers.families import codec_of
 from helpers.files import write_jsonl
@@ -18,7 +19,7 @@ from arpo.rewards.math_answer import math_accuracy
 from arpo.tools import system_prompt_for
 from arpo.trajectory import Prompt
 
-PUBLISHED_SETS = Path(__file__).parents[3] / "shared" / "data" / "eval"
+PUBLISHED_SETS = ROOT.parent / "shared/data/eval"
 ROWS = {
     "2wiki": 200, "SimpleQA": 500, "aime24": 30, "aime25": 30, "bamboogle": 125, "gaia": 103, "gsm8k": 1319, "hle": 500,
     "hotpotqa": 200, "math500": 500, "webwalker": 200, "xbench": 100,
@@ -59,18 +60,15 @@ def test_every_benchmark_gives_questions_answers_and_splits(name, data_dir):
 
 
 def test_chinese_questions_are_asked_in_chinese_and_others_as_in_training(data_dir, tmp_path):
+    def asked(name: str, folder: Path) -> list[str]:
+        return [prompt.messages[0]["content"] for prompt in read_benchmark(name, BENCHMARKS[name], folder)]
+
     (tmp_path / "webwalker").mkdir()
-    rows = [
-        {"question": "谁主持了会议", "answer": "a"},
-        {"question": "Who was 主持人 of the meeting?", "answer": "b"},
-    ]
-    (tmp_path / "webwalker" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chinese, english = [
-        p.messages[0]["content"] for p in read_benchmark("webwalker", BENCHMARKS["webwalker"], tmp_path)
-    ]
+    questions = ("谁主持了会议", "Who was 主持人 of the meeting?")
+    write_jsonl(tmp_path / "webwalker/test.jsonl", [{"question": q, "answer": "a"} for q in questions])
+    chinese, english = asked("webwalker", tmp_path)
     assert is_chinese(chinese) and english == system_prompt_for("default", PAPER_TOOLS)
-    assert read_benchmark("xbench", BENCHMARKS["xbench"], data_dir)[0].messages[0]["content"] == chinese
-    assert read_benchmark("gaia", BENCHMARKS["gaia"], data_dir)[0].messages[0]["content"] == english
+    assert asked("xbench", data_dir)[0] == chinese and asked("gaia", data_dir)[0] == english
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
@@ -80,9 +78,8 @@ def test_a_prompt_speaks_of_exactly_the_tools_that_it_offers(kind):
         offered = tag in ("think", "answer") or tag in tools or (tag == "result" and tools)
         assert (f"<{tag}>" in text and f"</{tag}>" in text) == bool(offered), tag
     assert "\\boxed{" in text and not any(ord(c) < 32 and c != "\n" for c in text)
-    asked = with_benchmark_prompt(
-        Prompt("p", [{"role": "system", "content": "x"}, {"role": "user", "content": "q"}], ["a"]), kind
-    )
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "q"}]
+    asked = with_benchmark_prompt(Prompt("p", messages, ["a"]), kind)
     assert asked.tools == tools and [m["content"] for m in asked.messages] == [text, "q"]
 
 
@@ -92,8 +89,7 @@ def test_names_families_and_all_choose_benchmarks(data_dir):
     assert list(select(("MATH",), data_dir)[0]) == ["math"]
     assert list(select(("gaia", "gsm8k"), data_dir)[0]) == ["gsm8k", "gaia"]
     assert select((), data_dir) == ({}, [])
-    families = [b.family for b in BENCHMARKS.values()]
-    assert len(BENCHMARKS) == 14 and set(families) == {"math", "qa", "deepsearch"}
+    assert len(BENCHMARKS) == 14 and {b.family for b in BENCHMARKS.values()} == {"math", "qa", "deepsearch"}
 
 
 def test_a_family_leaves_out_absent_sets_and_says_so_but_a_named_one_must_be_there(tmp_path):

@@ -58,9 +58,8 @@ def test_math_is_graded_by_equality():
 
 def test_without_a_judge_questions_are_graded_by_f1_over_all_aliases():
     answers = ("City of Light", "Paris France")
-    [close, exact] = grade_records(
-        [boxed("Paris", answers=answers), boxed("paris, France.", answers=answers)], metric="qa"
-    )
+    said = [boxed(text, answers=answers) for text in ("Paris", "paris, France.")]
+    [close, exact] = grade_records(said, metric="qa")
     assert close.scores == {"em": 0.0, "f1": pytest.approx(2 / 3)} and close.correct == close.scores["f1"]
     assert exact.scores == {"em": 1.0, "f1": 1.0} and exact.metric == "f1"
 
@@ -106,37 +105,36 @@ def test_the_reward_is_that_of_training():
 
 
 def test_the_released_score_and_an_ability_are_passed_on():
-    [released] = grade_records(
-        [boxed("105", answers=["1.05"])], metric="reward", reward=RewardConfig(compat="upstream")
-    )
-    [ours] = grade_records([boxed("105", answers=["1.05"])], metric="reward")
-    assert (released.correct, ours.correct) == (1.0, 0.0)
+    for compat, correct in (("upstream", 1.0), ("paper", 0.0)):
+        cfg = RewardConfig(compat=compat)
+        [grade] = grade_records([boxed("105", answers=["1.05"])], metric="reward", reward=cfg)
+        assert grade.correct == correct
     as_qa, as_math = (boxed("10", answers=["10.0"], question_id=a, meta={"ability": a}) for a in ("qa", "math"))
     assert [grade.correct for grade in grade_records([as_qa, as_math], metric="reward")] == [0.0, 1.0]
 
 
 def test_a_reward_of_ones_own_sees_what_it_sees_in_training(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+    (tmp_path / "mine.py").write_text(
+        "def whole(data_source, solution_str, ground_truth, extra_info):\n"
         "    assert (data_source, ground_truth, extra_info) == ('src', ['a', 'b'], {'k': 1}), extra_info\n"
         "    return {'score': len(solution_str) / 10, 'accuracy': 0.25, 'reason': 'short'}\n"
+        "def number(*_): return 0.2\n"
+        "def silent(*_): return {'score': None, 'reason': 'busy'}\n"
     )
     made = record("12345", answers=["a", "b"], data_source="src", meta={"extra_info": {"k": 1}})
-    [grade] = grade_records([made], metric="reward", custom=load_custom("reward.file", f"{file}:compute_score"))
+
+    def graded(name: str) -> Grade:
+        custom = load_custom("reward.file", f"{tmp_path}/mine.py:{name}")
+        return grade_records([made], metric="reward", custom=custom)[0]
+
+    grade = graded("whole")
     assert (grade.scores["reward"], grade.correct, grade.reason) == (0.5, 0.25, "short")
-    other = tmp_path / "other.py"
-    other.write_text("def compute_score(*_): return 0.2")
-    [grade] = grade_records([made], metric="reward", custom=load_custom("reward.file", f"{other}:compute_score"))
+    grade = graded("number")
     assert (grade.correct, grade.metric) == (0.2, "reward, no accuracy")
     [note] = notes_on({"own": benchmark_scores([made], [grade])}, judge="")
     assert note.startswith("No accuracy of own: ")
-    (tmp_path / "third.py").write_text("def silent(*_): return {'score': None, 'reason': 'busy'}")
-    custom = load_custom("reward.file", f"{tmp_path}/third.py:silent")
-    with pytest.raises(
-        UserError, match=r"^reward\.file=.*: no reward for question .* \(busy\), and an evaluation needs"
-    ):
-        grade_records([made], metric="reward", custom=custom)
+    with pytest.raises(UserError, match=r"^reward\.file=.*: no reward for question .* \(busy\), and an evaluation"):
+        graded("silent")
 
 
 def test_the_scores_of_own_files_are_those_of_training_to_the_digit(tmp_path):

@@ -19,8 +19,6 @@ from extras.llama import LlamaCodec
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "q"}}\n</tool_call>'
 LLAMA_CALL, LLAMA_RESULT = '{"name": "f", "parameters": {}}', ('ipython\n\n"\\boxed{5}"assistant\n\n', False)
 RESULT = ("\nuser\n<tool_response>\n\\boxed{5}\n</tool_response>\nassistant\n", False)
-
-
 LAST = ("<think>\\boxed{6}</think>It is \\boxed{4}.", True)
 
 
@@ -61,9 +59,8 @@ def test_the_prompts_of_benchmarks_speak_of_no_tags(tmp_path):
     write_sets(tmp_path)
     codec = hermes_codec("qwen3")
     for name, benchmark in BENCHMARKS.items():
-        for asked, old in zip(
-            *(read_benchmark(name, benchmark, tmp_path, form=f) for f in ("hermes", "tags")), strict=True
-        ):
+        in_json, in_tags = (read_benchmark(name, benchmark, tmp_path, form=form) for form in ("hermes", "tags"))
+        for asked, old in zip(in_json, in_tags, strict=True):
             system = asked.messages[0]["content"]
             assert "<" not in system and "\\boxed{}" in system and asked.tools == old.tools
             text = codec.tokenizer.decode(codec.render_prompt(asked.messages, asked.tools))

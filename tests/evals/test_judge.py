@@ -186,14 +186,11 @@ def test_a_silent_judge_is_not_asked_about_the_rest_though_few_fail_at_a_time(ma
 
 
 def test_an_unreachable_judge_is_one_line_before_anything_else(tmp_path):
-    judge = Judge(
-        JudgeConfig(url="http://127.0.0.1:9/v1/chat/completions", model="m"), tmp_path / "j.sqlite", max_tries=1
-    )
-    with pytest.raises(
-        UserError, match=r"^judge\.url: judge: .*; start the judge, or leave judge\.url empty$"
-    ) as error:
+    cfg = JudgeConfig(url="http://127.0.0.1:9/v1/chat/completions", model="m")
+    judge = Judge(cfg, tmp_path / "j.sqlite", max_tries=1)
+    with pytest.raises(UserError, match=r"^judge\.url: judge: .*; start the judge, or leave judge\.url empty$") as told:
         judge.probe()
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(told.value)
 
 
 def test_the_key_is_sent_and_never_told(make_judge, service, monkeypatch, tmp_path):

@@ -116,9 +116,8 @@ def test_the_interval_is_over_questions_not_over_their_samples():
 @pytest.mark.parametrize(("correct", "interval"), [(1.0, (0.722, 1.0)), (0.0, (0.0, 0.278))])
 def test_ten_answers_that_are_all_right_or_all_wrong_do_not_prove_it(correct, interval):
     """NVIDIA/garak#2033: a bootstrap has no width there. Wilson's bounds for 10 of 10 are those given there."""
-    grades = [
-        Grade(f"{q}", i, {}, correct, "f1", "") for q in range(10) for i in range(4)
-    ]  # samples prove nothing more
+    # samples prove nothing more
+    grades = [Grade(f"{q}", i, {}, correct, "f1", "") for q in range(10) for i in range(4)]
     s = accuracy_scores(grades)
     assert (s["accuracy_low"], s["accuracy_high"]) == pytest.approx(interval, abs=5e-4)
     more = [Grade(f"{q}", 0, {}, correct, "f1", "") for q in range(90)]
@@ -174,10 +173,8 @@ def test_scores_and_grades_are_on_disk_and_the_same_records_make_the_same_files(
 
 
 def test_judges_failures_are_told(tmp_path):
-    grades = [
-        Grade(f"q{i}", 0, {"em": 0.0, "f1": 0.5}, 0.0, "judge", reason)
-        for i, reason in enumerate(["judge_unparsable", "judge_unparsable", "judge_failed", ""])
-    ]
+    reasons = ["judge_unparsable", "judge_unparsable", "judge_failed", ""]
+    grades = [Grade(f"q{i}", 0, {"em": 0.0, "f1": 0.5}, 0.0, "judge", reason) for i, reason in enumerate(reasons)]
     scores = write_report(tmp_path, {"hle": [boxed("1")] * 4}, {"hle": grades}, judge="J")
     text = (tmp_path / "report.md").read_text()
     assert "- Judge: J graded hle." in text

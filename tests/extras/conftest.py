@@ -1,9 +1,8 @@
-import asyncio
 from pathlib import Path
 
 import pytest
 from helpers.notebooks import CFG
-from helpers.python_tools import start
+from helpers.python_tools import started
 
 from extras.demo.build import write_jsonl
 from extras.tools.notebook import NotebookTool
@@ -18,12 +17,10 @@ def cache_home(tmp_path_factory, monkeypatch):
 @pytest.fixture(scope="module")
 def forking():
     """A tool in the tier that can copy notebooks."""
-    tool = start(CFG, "namespaces", kind=NotebookTool)
-    if tool.sandbox.host.has_proc:
+    with started(CFG, "namespaces", kind=NotebookTool) as tool:
+        if not tool.sandbox.host.has_proc:
+            pytest.skip("there is no /proc in this jail, so nothing may fork")
         yield tool
-    asyncio.run(tool.aclose())
-    if not tool.sandbox.host.has_proc:
-        pytest.skip("there is no /proc in this jail, so nothing may fork")
 
 
 @pytest.fixture(scope="module")

@@ -122,9 +122,7 @@ def test_sft_and_then_rl_name_the_base_model_though_the_sft_run_has_no_card(tmp_
         assert found.data.base_model == "Qwen/Qwen2.5-3B-Instruct"
         assert (found.data.license, found.data.license_name) == ("other", "qwen-research")
         assert found.data.license_link == "https://example.org/LICENSE"
-        assert (
-            f"Trained from **{source}** (itself trained from Qwen/Qwen2.5-3B-Instruct) by reinforcement" in found.text
-        )
+        assert f"from **{source}** (itself trained from Qwen/Qwen2.5-3B-Instruct) by reinforcement" in found.text
         assert "is not known here" not in found.text and "**hf**" not in found.text
 
 

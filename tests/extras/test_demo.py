@@ -5,6 +5,7 @@ import json
 import random
 
 import pytest
+from helpers.python_tools import run
 
 from arpo.config.tools import PythonConfig, SearchConfig
 from arpo.errors import UserError
@@ -28,13 +29,9 @@ def demonstrator(corpus) -> Demonstrator:
 
 def ask(tool, arguments: list[str]) -> list[str]:
     """The tool's texts, in order."""
-
-    async def run() -> list[str]:
-        results = [(await tool.run(argument)).text for argument in arguments]
-        await tool.aclose()
-        return results
-
-    return asyncio.run(run())
+    results = run(tool, *arguments)
+    asyncio.run(tool.aclose())
+    return [result.text for result in results]
 
 
 def test_every_fact_is_found_by_its_own_query_and_only_by_search(world, corpus):
@@ -113,8 +110,8 @@ def test_a_number_has_the_same_tokens_wherever_it_stands_and_tags_are_one_token(
 def test_the_report_shows_before_and_after_and_names_what_is_missing(tmp_path):
     with pytest.raises(UserError, match=r"demo_eval_sft/scores\.json: no such file; run `make demo`"):
         demo_report.report([tmp_path])
-    for (run, questions), accuracy in zip(demo_report.DEMO.evaluations.values(), (0.3, 0.9, 0.0), strict=True):
-        scores = tmp_path / run / "scores.json"
+    for (folder, questions), accuracy in zip(demo_report.DEMO.evaluations.values(), (0.3, 0.9, 0.0), strict=True):
+        scores = tmp_path / folder / "scores.json"
         scores.parent.mkdir(exist_ok=True)
         row = {"accuracy": accuracy, "accuracy_low": accuracy, "accuracy_high": accuracy, "tool_calls": 1.5}
         others = json.loads(scores.read_text()) if scores.exists() else {}

@@ -7,6 +7,7 @@ import pytest
 
 from arpo.rewards import score
 from arpo.tools.search.bm25 import Bm25Index
+from extras.ablation.right_moves import RightTrace
 from extras.demo import build as demo
 from extras.demo.long import HABITS, NUM_SEARCHES, LongTrace, LongWorld, SilentWorld, UnreadyWorld
 
@@ -16,13 +17,6 @@ WORLDS = {"long": LongWorld, "long_silent": SilentWorld, "long_unready": Unready
 @pytest.fixture(scope="module", params=WORLDS)
 def world(request) -> LongWorld:
     return WORLDS[request.param](0)
-
-
-class RightTrace(LongTrace):
-    """Always takes the right way."""
-
-    def pick(self, shares):
-        return next(iter(shares))
 
 
 def told_by(world):

@@ -10,17 +10,14 @@ from dataclasses import make_dataclass, replace
 import pytest
 from helpers.edits import ROOT
 from helpers.files import write_jsonl
-from helpers.scripted_rollout import ANSWER, CODEC, play, prompt
+from helpers.scripted_rollout import ANSWER, CODEC, LONG, play, prompt
 
 from arpo.config.named import find
 from arpo.data import load_prompts
-from arpo.options import BranchingConfig, RolloutConfig
+from arpo.options import BranchingConfig
 from arpo.tools.base import ToolContext, ToolResult
 from extras.tools.environment import EnvironmentTool, FromOpenEnv
 
-CFG = RolloutConfig(
-    group_size=8, max_response_tokens=6000, max_result_tokens=600, answer_reserve_tokens=60, max_tool_calls=6
-)
 ALWAYS = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2)
 
 
@@ -101,7 +98,7 @@ def test_branches_of_an_environment_go_on_where_it_was(kind):
     row = prompt()
     row.meta.update(goal=5, seed=11)
     script = wandering("search", (2, 1, -1, "look", "jump"))
-    [group] = play(script, tools=[kind()], cfg=CFG, prompts=[row], branching=ALWAYS)
+    [group] = play(script, tools=[kind()], cfg=LONG, prompts=[row], branching=ALWAYS)
     assert Walk.num_open == 0
     check(group, kind(), ToolContext("p0", "0", 0, row=row.meta), "search")
     assert Walk.num_open == 0
@@ -125,10 +122,8 @@ def test_the_first_state_is_the_groups():
     def first(seed: int) -> set[str]:
         row = prompt()
         row.meta["goal"] = 100
-        [group] = play(
-            lambda _p, _t, turn: "<search>1</search>" if turn < 3 else ANSWER, tools=[WalkTool()], cfg=CFG,
-            prompts=[row], seed=seed,
-        )  # fmt: skip
+        script = lambda _p, _t, turn: "<search>1</search>" if turn < 3 else ANSWER  # noqa: E731
+        [group] = play(script, tools=[WalkTool()], cfg=LONG, prompts=[row], seed=seed)
         return {str([c.result for c in t.tool_calls]) for t in group.trajectories}
 
     assert all(len(first(seed)) == 1 for seed in range(3)) and len(set.union(*map(first, range(6)))) > 1
@@ -146,15 +141,13 @@ def test_a_gymnasium_environment_is_a_tool():
     row = prompt(tools=("lake",))
     row.meta["seed"] = 5
     script = wandering("lake", (0, 1, 2, 3, 9, "up"))
-    [group] = play(script, tools=[Lake()], cfg=CFG, prompts=[row], branching=ALWAYS)
+    [group] = play(script, tools=[Lake()], cfg=LONG, prompts=[row], branching=ALWAYS)
     check(group, Lake(), ToolContext("p0", "0", 0, row=row.meta), "lake")
     bad = [c for t in group.trajectories for c in t.tool_calls if c.error_kind == "bad_action"]
     assert bad and "is no action of Discrete(4)" in bad[0].result
     for t in group.trajectories:
         json.dumps(t.to_dict())
 
-
-# ---- a text game, whose first observation stands in the prompt
 
 HOUSE = '''
 import random
@@ -199,12 +192,9 @@ def test_a_text_game_is_won_from_the_first_observation_in_the_prompt(tmp_path):
         side = "left" if "from the left" in asked[prompt_id] else "right"
         return f"<search>go {side}</search>" if turn == 0 else ANSWER
 
-    groups = play(player, tools=[tool], cfg=CFG, prompts=prompts, branching=ALWAYS, seed=5)
+    groups = play(player, tools=[tool], cfg=LONG, prompts=prompts, branching=ALWAYS, seed=5)
     ends = [t.tool_calls[-1].info for group in groups for t in group.trajectories]
-    assert len(ends) == 16 * CFG.group_size and all(info["return"] == 1.0 and info["terminated"] for info in ends)
-
-
-# ---- OpenEnv
+    assert len(ends) == 16 * LONG.group_size and all(info["return"] == 1.0 and info["terminated"] for info in ends)
 
 
 def test_a_step_result_of_openenv_is_a_step():

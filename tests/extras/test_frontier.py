@@ -259,18 +259,12 @@ def test_what_the_page_says_of_the_anchor_is_in_the_results():
     ours = runs["top_h_mixed_anchored_g8_r2_x1"]
     one_root = runs["top_h_anchored_g4_r1_x1"]
     two_roots = runs["top_h_anchored_g4_r2_x1"]
-    chosen_on = (61, 66, 71, 74, 76, 80)
-    unseen = {seed: line for seed, line in ours.items() if seed not in chosen_on}
-    norms = [
-        np.nanmedian(np.array(line["curve"]["grad_norm"][: len(line["curve"]["calls"]) // 2], dtype=float))
-        for line in runs["top_h_mixed_decay_kl_g8_r2_x1"].values()
-    ]
+    unseen = {seed: line for seed, line in ours.items() if seed not in (61, 66, 71, 74, 76, 80)}
+    with_kl = runs["top_h_mixed_decay_kl_g8_r2_x1"].values()
+    halves = [np.array_split(np.array(line["curve"]["grad_norm"], dtype=float), 2) for line in with_kl]
     failed = [line for line in compared("signal") if line["rate"] == 1 and cost(line) is None]
     lost = [line for line in failed if line["curve"]["certain"][-1] < KEPT * line["curve"]["certain"][0]]
-    largest = [
-        np.nanmax(np.array(line["curve"]["grad_norm"][len(line["curve"]["calls"]) // 2 :], dtype=float))
-        for line in runs["top_h_mixed_decay_kl_g8_r2_x1"].values()
-    ]
+    largest = [np.nanmax(late) for _, late in halves]
     clip_alone = [line for line in results("tried") if line["flags"].endswith("linear --optim.max_grad_norm 0.1")]
     assert sum(cost(line) is None for line in clip_alone) == 1 and len(clip_alone) == 6
     page = " ".join((ROOT / "docs/branching.md").read_text().split())
@@ -281,7 +275,7 @@ def test_what_the_page_says_of_the_anchor_is_in_the_results():
         f"{interval(ratios(ours, runs['grpo_g4_x1'], 'calls'))} of plain GRPO's",
         f"on the other {len(unseen)} it takes {interval(ratios(unseen, runs['grpo_anchored_g2_x1'], 'calls'))}",
         f"Of the {len(failed)} runs above that failed at the usual rate, {len(lost)} had lost moves",
-        f"its norm is {np.median(norms):.2f}",
+        f"its norm is {np.median([np.nanmedian(early) for early, _ in halves]):.2f}",
         f"One root of four takes {interval(ratios(one_root, ours, 'calls'))} of the calls of growing groups",
         f"two of four take {interval(ratios(two_roots, runs['grpo_anchored_g2_x1'], 'calls'))} ({len(two_roots)} seeds",
     ):
@@ -291,8 +285,7 @@ def test_what_the_page_says_of_the_anchor_is_in_the_results():
 
 
 def test_the_table_of_echo_is_that_of_its_results():
-    grpo = by_setting([line for line in results("frontier") if (line["world"], line["stage"]) == ("signal", 2)])
-    without = grpo[Setting.named("grpo_g4_x1")]
+    without = by_setting(compared("signal"))[Setting.named("grpo_g4_x1")]
     text = (ROOT / "docs/extending.md").read_text()
     for coefficient in (0.001, 0.005):
         flags = f"--loss.observation_coefficient {coefficient}"
@@ -387,22 +380,15 @@ def test_positions_are_counted_from_a_runs_dumps(tmp_path):
     assert control.counted(tmp_path) == {1: 2 * num_branches} and num_branches == 3
 
 
-@pytest.fixture(scope="module")
-def moves(tmp_path_factory):
-    """The right moves of a task whose model is untrained, and the folder of its model."""
-    data = tmp_path_factory.mktemp("long")
-    tokenizer, _ = demo.write_data(data, 0, "long")
-    model = demo.build_model(tokenizer, 0)
-    for part in (model, tokenizer):
-        part.save_pretrained(data / "model")
-    (data / "stamp.json").write_text(json.dumps({"task": "long", "seed": 0}))
-    return RightMoves(str(data / "model"), data), data / "model"
-
-
 @pytest.mark.slow
-def test_the_probabilities_are_those_of_a_plain_forward_pass(moves):
-    measure, folder = moves
-    world, tokenizer = LongWorld(0), AutoTokenizer.from_pretrained(folder)
+def test_the_probabilities_are_those_of_a_plain_forward_pass(tmp_path, monkeypatch):
+    """Of a model that is untrained."""
+    tokenizer, _ = demo.write_data(tmp_path, 0, "long")
+    for part in (demo.build_model(tokenizer, 0), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "stamp.json").write_text(json.dumps({"task": "long", "seed": 0}))
+    measure = RightMoves(str(tmp_path / "model"), tmp_path)
+    world, tokenizer = LongWorld(0), AutoTokenizer.from_pretrained(tmp_path / "model")
     code, _ = world.trails["test"][0]
     text = right_trajectory(world, code)
     asked = [{"role": "user", "content": f"where does trail {code} end?"}]
@@ -414,18 +400,10 @@ def test_the_probabilities_are_those_of_a_plain_forward_pass(moves):
     for number, is_decisive in enumerate(measure.decisive[0]):
         places = [k for k, turn in enumerate(turns) if turn == number]
         total[is_decisive].append(sum(logprobs[k - 1, ids[k]].item() for k in places))
-    alone = replace_rows(measure, 1)
+    for rows in ("ids", "turn", "decisive"):
+        monkeypatch.setattr(measure, rows, getattr(measure, rows)[:1])
+    alone = measure()
     assert alone["right/decisive"] == pytest.approx(np.mean(np.exp(total[True])), rel=1e-3)
     assert alone["right/certain"] == pytest.approx(np.mean(np.exp(total[False])), rel=1e-3)
     assert alone["right/trail"] == pytest.approx(np.exp(sum(total[True]) + sum(total[False])), rel=1e-3)
     assert sum(measure.decisive[0]) == text.count("<think>try")
-
-
-def replace_rows(measure: RightMoves, number: int) -> dict[str, float]:
-    """What `measure` says of its first trails alone."""
-    ids, turn, decisive = measure.ids, measure.turn, measure.decisive
-    measure.ids, measure.turn, measure.decisive = ids[:number], turn[:number], decisive[:number]
-    try:
-        return measure()
-    finally:
-        measure.ids, measure.turn, measure.decisive = ids, turn, decisive

@@ -3,16 +3,15 @@
 Each case names the project and the number of the report.
 """
 
-from pathlib import Path
-
 import pytest
+from helpers.edits import ROOT
 
 from arpo.data import load_prompts
 from arpo.rewards import score
 from arpo.rewards.math_answer import math_accuracy
 from extras.llm_demo.gsm8k import final_answer, read_questions
 
-GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k"
+GSM8K = ROOT.parent / "shared/data/gsm8k"
 """GSM8K as its authors released it. Not in this repository."""
 
 RIGHT = {

@@ -143,15 +143,10 @@ def test_what_is_done_before_the_deadline_counts_and_the_rest_is_late(make_judge
     assert collected(judge, some) == [(1.0, ""), (None, "judge_late"), (0.0, "")]
 
 
-@pytest.mark.parametrize(
-    "trouble, reason",
-    [(says("no", 400), "judge_failed"), (says(reply("I cannot say.")), "judge_unparsable")],
-    ids=["refused", "unclear"],
-)
-def test_a_judge_that_fails_is_a_reason_and_no_end(make_judge, service, trouble, reason):
+def test_a_reply_that_is_no_verdict_is_a_reason_and_no_end(make_judge, service):
     judge = make_judge()
-    service.then(trouble)
-    assert collected(judge, group("a", "4")) == [(None, reason)]
+    service.then(says(reply("I cannot say.")))
+    assert collected(judge, group("a", "4")) == [(None, "judge_unparsable")]
 
 
 def test_the_key_is_sent_and_is_in_no_reason_or_file(make_judge, service, monkeypatch, tmp_path):

@@ -72,8 +72,6 @@ def test_the_model_reads_what_is_wrong_with_a_call(text, tag, kind, error):
     assert found.error.startswith("Error: ") and error in found.error and len(found.error) < 300
 
 
-# ---- vLLM's own parser as an oracle
-
 OBJECTS = [
     PYTHON, SUM, call("f", {"c": [None, True, "</think>", {"d": "}{"}]}), call("é", {}),
     '{"parameters": {"a": 1}, "name": "f"}', '{"name": "f", "parameters": {"n": 12345678901234567890}}',

@@ -133,9 +133,6 @@ def test_a_template_of_another_form_is_refused_in_one_line(family, changes, mess
     assert said.startswith("models/m: ") and "\n" not in said and "protocol.format=" in said
 
 
-# ---- SFT
-
-
 @pytest.mark.parametrize("in_fields", [True, False])
 def test_an_sft_row_is_the_whole_template_with_loss_on_what_the_assistant_says(codec, in_fields):
     row = codec.render_conversation(conversation(in_fields=in_fields))
@@ -184,9 +181,6 @@ def test_special_tokens_in_calls_and_texts_of_sft_are_characters(codec):
     row = codec.render_conversation(turns)
     trained = [token for token, mask in zip(row.token_ids, row.loss_mask, strict=True) if mask]
     assert trained.count(codec.tokenizer.eos_token_id) == 2 and "'<|eot_id|>'" in codec.tokenizer.decode(trained)
-
-
-# ---- in the rollout
 
 
 def test_a_trajectory_is_the_row_that_sft_makes_of_it(codec):

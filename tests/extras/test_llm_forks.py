@@ -1,6 +1,7 @@
 """The experiment at a frozen pretrained policy: an engine that remembers, and what its groups are written as."""
 
 import json
+from contextlib import closing
 
 from helpers.fakes import EchoTool
 from helpers.scripted_rollout import call_then_answer, play, score
@@ -10,9 +11,7 @@ from arpo.config.sections import EngineConfig
 from arpo.engine import Engine
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
-from arpo.sampling.sampler import rollout
 from arpo.start.load import load_config
-from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
 from extras.ablation import llm_task
 from extras.ablation.llm_forks import ARMS, Remembering, flags_of, line_of, report, sums_of
@@ -22,20 +21,17 @@ from train_rl import RLConfig
 def test_arms_that_sample_at_the_same_place_share_the_trajectory_and_nothing_is_sampled_twice(tiny_model_dir):
     engine = Engine(str(tiny_model_dir), EngineConfig(dtype="float32", kv_cache_gib=0.05), max_model_len=300, seed=0)
     codec = TagsCodec(AutoTokenizer.from_pretrained(tiny_model_dir))
-    runner = ToolRunner({tag: EchoTool(tag, "42") for tag in ("search", "python")})
+    tools = [EchoTool(tag, "42") for tag in ("search", "python")]
     messages = [{"role": "user", "content": "who wrote the book?"}]
     prompts = [Prompt("p", messages, ["42"], token_ids=tuple(codec.render_prompt(messages)))]
     cfg = RolloutConfig(group_size=6, max_response_tokens=160, max_tool_calls=3, max_result_tokens=40,
                         answer_reserve_tokens=20)  # fmt: skip
-    remembering, found, sampled = Remembering(engine), [], []
-    try:
+    how = {"cfg": cfg, "engine": Remembering(engine), "tools": tools, "prompts": prompts, "codec": codec, "seed": 1}
+    found, sampled = [], []
+    with closing(engine):
         for selector in ("none", "top_h", "none"):
-            branching = BranchingConfig(selector=selector, num_initial_rollouts=2)
-            found += rollout(prompts, remembering, runner, codec, cfg, branching, seed=1)
+            found += play(None, branching=BranchingConfig(selector=selector, num_initial_rollouts=2), **how)
             sampled.append(engine.stats.generated_tokens)
-    finally:
-        runner.close()
-        engine.close()
     texts = [{t.trajectory_id: t.token_ids for t in group.trajectories} for group in found]
     assert texts[0] == texts[2] and sampled[1] == sampled[2] > 0
     assert all(texts[1][root] == texts[0][root] for root in ("0", "1"))

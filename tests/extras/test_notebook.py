@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.notebooks import CFG, CONTEXT, cells, talk, texts
-from helpers.python_tools import TIERS, processes_of, start, wait_until
+from helpers.python_tools import TIERS, processes_of, start, started, wait_until
 from helpers.scripted_rollout import ANSWER, LONG, play, prompt
 
 from arpo.errors import UserError
@@ -22,12 +22,8 @@ from extras.tools.session_tool import CannotFork, SessionLost
 
 @pytest.fixture(scope="module", params=TIERS)
 def tool(request):
-    tool = start(CFG, request.param, kind=NotebookTool)
-    yield tool
-    asyncio.run(tool.aclose())
-
-
-# ---- from cell to cell
+    with started(CFG, request.param, kind=NotebookTool) as tool:
+        yield tool
 
 
 def test_names_stay_from_cell_to_cell_and_are_the_sessions_own(tool):
@@ -58,18 +54,13 @@ def test_what_all_notebooks_keep_has_one_limit_and_the_largest_is_replayed():
 
 
 def test_removed_files_that_a_notebook_holds_count_to_what_it_keeps():
-    tool = start(CFG, TIERS[0], kind=NotebookTool)
-
-    async def story() -> int:
-        session = await tool.open(CONTEXT)
+    async def story(session: Notebook) -> int:
         code = "import os\nf = open('f', 'wb')\nos.remove('f')\nfor _ in range(20): f.write(bytes(1 << 20))\nf.flush()"
         assert (await tool.run(code, CONTEXT, session)).ok
-        kept = session.kept_bytes
-        await tool.close(session)
-        await tool.aclose()
-        return kept
+        return session.kept_bytes
 
-    assert 20 << 20 <= asyncio.run(story()) < 40 << 20
+    with started(CFG, TIERS[0], kind=NotebookTool) as tool:
+        assert 20 << 20 <= talk(tool, story) < 40 << 20
 
 
 def test_errors_and_exits_end_their_cell_only(tool):
@@ -94,16 +85,13 @@ def test_files_are_there_for_one_cell(tool):
 def test_matplotlibs_list_of_fonts_comes_with_the_cells_that_plot(tier):
     """matplotlib/matplotlib#32246: without it, each new notebook would search for the fonts."""
     pytest.importorskip("matplotlib")
-    tool = start(replace(CFG, wall_s=300.0, session_cpu_s=300.0), tier, kind=NotebookTool)
     look = "import os\nfolder = os.path.expanduser('~/.cache/matplotlib')\n"
     listed = f"{look}[name[:10] for name in os.listdir(folder)]"
-    try:
+    with started(replace(CFG, wall_s=300.0, session_cpu_s=300.0), tier, kind=NotebookTool) as tool:
         assert texts(tool, f"{look}os.path.exists(folder)  # plot nothing") == ["False"]  # which starts the search
         assert tool._fonts.result().status == "ok"
         found = texts(tool, listed, "import os\nos.path.exists(os.path.expanduser('~/.cache'))", listed)
         assert found == ["['fontlist-v']", "False", "['fontlist-v']"]
-    finally:
-        asyncio.run(tool.aclose())
 
 
 def test_a_cells_processes_end_with_it(tool):
@@ -149,21 +137,16 @@ def test_a_cell_that_prints_without_end_or_takes_too_much_memory_ends_the_notebo
 def test_limits_hold_for_each_cell_and_for_the_notebook(tier):
     """CPU limits with much patience, as a busy machine gives little CPU time per second."""
     burn = "import time\nend = time.process_time() + {}\nwhile time.process_time() < end: pass"
-    short = start(replace(CFG, wall_s=4.0, session_cpu_s=60.0), tier, kind=NotebookTool)
-    long = start(replace(CFG, wall_s=120.0, session_cpu_s=60.0), tier, kind=NotebookTool)
-    long.sandbox.close()
-    limits = replace(long.limits(long.cfg), cpu_s=0.6, session_cpu_s=1.0)
-    long.sandbox = Sandbox(limits, tier=tier)
-    try:
+    with started(replace(CFG, wall_s=4.0, session_cpu_s=60.0), tier, kind=NotebookTool) as short:
         slept, after = cells(short, "x = 1\nimport time\ntime.sleep(100)", "1")
         assert slept.error_kind == "timeout" and slept.text.endswith(NotebookTool.ended) and after.text == "1"
+    with started(replace(CFG, wall_s=120.0, session_cpu_s=60.0), tier, kind=NotebookTool) as long:
+        long.sandbox.close()
+        long.sandbox = Sandbox(replace(long.limits(long.cfg), cpu_s=0.6, session_cpu_s=1.0), tier=tier)
         one, two, three, after = cells(long, burn.format(0.4), burn.format(0.4), burn.format(0.4), "1")
         assert one.ok and two.ok and three.error_kind == "cpu_limit" and after.text == "1"
         if tier == "namespaces":  # the other tier's kernel limits the notebook, not a cell
             assert cells(long, burn.format(9))[0].error_kind == "cpu_limit"
-    finally:
-        for tool in (short, long):
-            asyncio.run(tool.aclose())
 
 
 def test_a_session_limit_below_that_of_a_call_is_refused():
@@ -175,13 +158,8 @@ def test_a_session_limit_below_that_of_a_call_is_refused():
         NotebookTool(NotebookConfig(mode="replay"))
 
 
-# ---- what costs a replay
-
-
+@pytest.mark.parametrize("tool", ["landlock"], indirect=True)
 def test_a_tier_that_allows_no_processes_forks_nothing(tool):
-    if tool.sandbox.tier == "namespaces":
-        pytest.skip("this tier forks")
-
     async def story(session: Notebook) -> str:
         await tool.run("x = 1", CONTEXT, session)
         with pytest.raises(CannotFork):
@@ -201,9 +179,6 @@ def test_a_lost_host_costs_a_replay(tool):
 
     talk(tool, story)
     assert texts(tool, "x = 2", "x")[1] == "2"
-
-
-# ---- record and replay
 
 
 @pytest.mark.slow
@@ -234,9 +209,6 @@ def test_a_cell_that_is_new_runs_after_those_that_were_answered_from_the_cache(t
         assert {t.tool_calls[1].result for t in group.trajectories} == {str(40 + last)}
 
 
-# ---- in the rollout
-
-
 def wandering(seed: int):
     """Random cells that change, show, draw, fail, exit and leave files and threads behind."""
 
@@ -260,18 +232,16 @@ def wandering(seed: int):
 def test_siblings_read_what_a_fresh_trajectory_with_their_calls_reads(selector):
     base = {"base": 1.0} if selector == "random" else {}
     branching = BranchingConfig(selector=selector, num_initial_rollouts=2, **base)
-    num_branches, reference = 0, start(CFG, kind=NotebookTool)
-    for seed in range(3):
-        tool = start(CFG, kind=NotebookTool)
-        [group] = play(
-            wandering(seed), tools=[tool], cfg=LONG, branching=branching, prompts=[prompt(tools=("notebook",))]
-        )
-        for t in group.trajectories:
-            codes = [call.argument for call in t.tool_calls]
-            assert [call.result for call in t.tool_calls] == texts(reference, *codes), t.trajectory_id
-            num_branches += t.parent_id is not None
-            assert not any(call.replay_mismatches for call in t.tool_calls)
-    asyncio.run(reference.aclose())
+    prompts, num_branches = [prompt(tools=("notebook",))], 0
+    with started(CFG, kind=NotebookTool) as reference:
+        for seed in range(3):
+            tools = [start(CFG, kind=NotebookTool)]
+            [group] = play(wandering(seed), tools=tools, cfg=LONG, branching=branching, prompts=prompts)
+            for t in group.trajectories:
+                codes = [call.argument for call in t.tool_calls]
+                assert [call.result for call in t.tool_calls] == texts(reference, *codes), t.trajectory_id
+                num_branches += t.parent_id is not None
+                assert not any(call.replay_mismatches for call in t.tool_calls)
     assert num_branches >= 6
 
 

@@ -15,13 +15,11 @@ from extras.papers import NUM_QUESTIONS, OTHERS, PUBLISHED, TEN, report
 
 def beside(folder: Path, grades: dict[str, list[Grade]], judge: str = "", metas: dict[str, dict] | None = None) -> str:
     """The papers' numbers beside those of an evaluation with these grades; `metas` of the questions, by their ids."""
-    records = {}
-    for name, of in grades.items():
-        found = [(metas or {}).get(grade.question_id, {}) for grade in of]
-        records[name] = [
-            boxed("1", question_id=grade.question_id, sample=grade.sample, meta=meta)
-            for grade, meta in zip(of, found, strict=True)
-        ]
+    metas = metas or {}
+    records = {
+        name: [boxed("1", question_id=g.question_id, sample=g.sample, meta=metas.get(g.question_id)) for g in of]
+        for name, of in grades.items()
+    }
     write_report(folder, records, grades, judge=judge)
     return report(folder)
 

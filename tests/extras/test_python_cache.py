@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.python_tools import SMALL, run, start
+from helpers.python_tools import SMALL, run, start, started
 from helpers.scripted_rollout import play, prompt
 
 from arpo.config.tools import SearchConfig, ToolsConfig
@@ -30,10 +30,8 @@ def cfg(tmp_path) -> RecordedPythonConfig:
 
 
 def ask(cfg: RecordedPythonConfig, *codes: str) -> list[ToolResult]:
-    tool = RecordedPython(cfg)
-    results = run(tool, *codes)
-    asyncio.run(tool.aclose())
-    return results
+    with started(cfg, kind=RecordedPython) as tool:
+        return run(tool, *codes)
 
 
 def seen(results: list[ToolResult]) -> list[tuple]:
@@ -104,9 +102,6 @@ def test_a_replay_of_nothing_is_refused(tmp_path):
         RecordedPython(RecordedPythonConfig(mode="replay"))
     with pytest.raises(UserError, match=r"no such cache; set tools\.options: python\.cache to a recorded one"):
         RecordedPython(RecordedPythonConfig(mode="replay", cache=str(tmp_path / "nowhere.sqlite")))
-
-
-# ---- a batch, recorded and replayed
 
 
 ROLLOUT = RolloutConfig(group_size=4, max_response_tokens=900, max_result_tokens=200, answer_reserve_tokens=60)

@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from helpers.caches import entries_of, get, put
 from helpers.forked import in_processes, killed
 from helpers.processes import free_port
+from helpers.python_tools import run
 from helpers.redis_server import HANG_S, REDIS, redis_server
 
 from arpo.config.tools import SearchConfig
@@ -25,7 +25,6 @@ from extras.cache.released import merge
 from extras.redis.client import PASSWORD_VARIABLE
 from extras.redis.rate_limit import RedisRateLimit
 
-ROOT = Path(__file__).resolve().parents[2]
 WEEK_S = 7 * 86400
 
 
@@ -164,13 +163,9 @@ def test_a_forked_process_can_go_on_using_the_cache(shared):
 
 def ask(cfg: SearchConfig, *queries: str):
     tool = SearchTool(cfg)
-
-    async def gather():
-        results = [await tool.run(query) for query in queries]
-        await tool.aclose()
-        return results
-
-    return asyncio.run(gather())
+    results = run(tool, *queries)
+    asyncio.run(tool.aclose())
+    return results
 
 
 def test_the_search_tool_records_into_redis_and_replays_without_a_corpus(shared, tmp_path):

@@ -135,9 +135,6 @@ def test_a_malformed_released_cache_is_refused(tmp_path, content, complaint):
         ReleasedCache(source, read_only=True)
 
 
-# ---- the command line
-
-
 def test_export_and_merge_leave_damaged_answers_out_and_say_how_many(tmp_path, caplog, capsys):
     path = tmp_path / "cache.sqlite"
     filled(path)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 import urllib.request
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from helpers.fakes import EchoTool, ScriptedEngine
+from helpers.fakes import EchoTool
 from helpers.processes import free_port
-from helpers.scripted_rollout import ANSWER, CALL, CODEC, NO_BRANCHES, SHORT, TOKENIZER, call_then_answer, prompt
+from helpers.scripted_rollout import ANSWER, CALL, CODEC, SHORT, call_then_answer, play, prompt
 from helpers.scripted_server import ScriptedServer
 from helpers.vllm_serve import serving
 from helpers.web_service import WebService, half_an_answer, never, resets, says
@@ -24,34 +26,18 @@ from arpo.config.sections import EngineConfig
 from arpo.engine import Engine, SamplingSpec
 from arpo.errors import UserError
 from arpo.evals.judge import Judge, JudgeTask
-from arpo.options import BranchingConfig, RolloutConfig
+from arpo.options import RolloutConfig
 from arpo.protocol import Codec, TagsCodec
-from arpo.sampling.sampler import rollout
-from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt, StopReason
 from extras.server_engine import ServerEngine, completion_request, left_open
 
-NEUTRAL = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-}
+NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0}
 KEY = "sk-policy-0123456789"
 
 
 def connect(url: str, *, model: str = "", max_model_len: int = 650, codec: Codec = CODEC, deadline_s: float = 20.0):
     base = url.removesuffix("/retrieve")
     return ServerEngine(base, model, codec, max_model_len=max_model_len, max_concurrent=4, deadline_s=deadline_s)
-
-
-def play_on(engine, *, prompts=None, cfg=SHORT, tools=None):
-    runner = ToolRunner({t.tag: t for t in tools or [EchoTool("search", "found"), EchoTool("python", "2")]})
-    try:
-        return rollout(prompts or [prompt()], engine, runner, CODEC, cfg, NO_BRANCHES, seed=0)
-    finally:
-        runner.close()
 
 
 @pytest.fixture(params=["vllm", "plain"])
@@ -63,21 +49,19 @@ def server(request):
 def test_a_server_gives_the_trajectories_of_the_engine(server):
     """With and without token ids and stop reasons in its answers."""
     engine = connect(server.url)
-    groups = play_on(engine, prompts=[prompt("a"), prompt("b"), prompt("c")])
+    groups = play(None, engine=engine, prompts=[prompt("a"), prompt("b"), prompt("c")])
     engine.close()
-    expected = play_on(ScriptedEngine(TOKENIZER, call_then_answer), prompts=[prompt("a")])[0].trajectories[0]
+    expected = play(call_then_answer, prompts=[prompt("a")])[0].trajectories[0]
     for t in (t for group in groups for t in group.trajectories):
         assert (t.token_ids, t.loss_mask, t.text) == (expected.token_ids, expected.loss_mask, expected.text)
         assert t.stop_reason == StopReason.EOS and [call.result for call in t.tool_calls] == ["found"]
-        assert all(
-            (lp != lp) == bool(m) for lp, m in zip(t.rollout_logprobs, t.loss_mask, strict=True)
-        )  # NaN = unknown
+        assert list(map(math.isnan, t.rollout_logprobs)) == list(map(bool, t.loss_mask))  # NaN = unknown
     assert engine.num_running == 0 and server.most_running <= 4
 
 
 def test_requests_say_everything_that_decides_a_turn(server):
     engine = connect(server.url)
-    play_on(engine, cfg=replace(SHORT, group_size=2, temperature=0.6, top_p=0.95))
+    play(None, engine=engine, cfg=replace(SHORT, group_size=2, temperature=0.6, top_p=0.95))
     engine.close()
     bodies = [json.loads(r.body) for r in server.requests if r.path == "/v1/completions"][1:]
     assert len(bodies) == 4 and len({body["seed"] for body in bodies}) == 4
@@ -107,7 +91,7 @@ def test_vllms_server_samples_by_the_request_whatever_stands_in_the_model_folder
 
 def test_a_turn_without_room_ends_as_length(server):
     engine = connect(server.url)
-    [group] = play_on(engine, cfg=replace(SHORT, max_response_tokens=20))
+    [group] = play(None, engine=engine, cfg=replace(SHORT, max_response_tokens=20))
     engine.close()
     assert {t.stop_reason for t in group.trajectories} == {StopReason.LENGTH}
 
@@ -194,11 +178,11 @@ def test_a_server_of_no_use_is_an_error_before_anything_is_generated(plan, words
 def test_the_key_goes_with_every_request_and_into_no_message(server, monkeypatch):
     monkeypatch.setenv("POLICY_API_KEY", KEY)
     engine = connect(server.url)
-    play_on(engine)
+    play(None, engine=engine)
     assert {r.headers["Authorization"] for r in server.requests} == {f"Bearer {KEY}"}
     server.then(says({"error": f"bad key {KEY}"}, 400))
     with pytest.raises(UserError, match="HTTP 400") as error:
-        play_on(engine)
+        play(None, engine=engine)
     engine.close()
     assert KEY not in str(error.value)
 
@@ -207,7 +191,7 @@ def test_a_server_that_hiccups_is_asked_again():
     with ScriptedServer(call_then_answer) as running:
         engine = connect(running.url)
         running.then(resets, says("busy", 503), half_an_answer, running.answer)
-        [group] = play_on(engine)
+        [group] = play(None, engine=engine)
         engine.close()
     assert all(t.text.endswith(ANSWER) and CALL in t.text for t in group.trajectories)
 
@@ -216,10 +200,8 @@ def test_a_server_that_dies_ends_the_run_and_says_that_nothing_is_lost():
     with ScriptedServer(call_then_answer) as running:
         engine = connect(running.url, deadline_s=0.5)
         running.then(never)
-        with pytest.raises(
-            UserError, match="what is finished is saved; start the server again, and repeat the command"
-        ):
-            play_on(engine)
+        with pytest.raises(UserError, match="what is finished is saved; start the server again, and repeat the comm"):
+            play(None, engine=engine)
         engine.close()
 
 
@@ -248,22 +230,19 @@ def test_vllm_serve_samples_what_our_own_engine_samples(vllm_serve, tiny_model_d
     messages = [{"role": "user", "content": "who wrote the book?"}]
     prompts = [Prompt(f"p{i}", messages, ["42"], token_ids=tuple(codec.render_prompt(messages))) for i in range(4)]
     cfg = RolloutConfig(group_size=4, max_response_tokens=300, max_result_tokens=60, answer_reserve_tokens=20)
-    branching = BranchingConfig(selector="none", num_initial_rollouts=4)
+    tools = [EchoTool("search", "the book"), EchoTool("python", "42")]
+    how = {"cfg": cfg, "tools": tools, "prompts": prompts, "codec": codec, "seed": 1}
 
-    def play(engine):
-        runner = ToolRunner({"search": EchoTool("search", "the book"), "python": EchoTool("python", "42")})
-        try:
-            groups = rollout(prompts, engine, runner, codec, cfg, branching, seed=1)
-        finally:
-            runner.close()
-            engine.close()
+    def played(engine):
+        with closing(engine):
+            groups = play(None, engine=engine, **how)
         return [t for group in groups for t in group.trajectories]
 
     with pytest.raises(UserError, match="has room for 500 tokens"):
         connect(vllm_serve, max_model_len=501)
-    theirs = play(connect(vllm_serve, max_model_len=500, codec=codec, deadline_s=300))
+    theirs = played(connect(vllm_serve, max_model_len=500, codec=codec, deadline_s=300))
     engine_cfg = EngineConfig(dtype="float32", kv_cache_gib=0.05, max_num_seqs=16)
-    ours = play(Engine(str(tiny_model_dir), engine_cfg, max_model_len=500, seed=0))
+    ours = played(Engine(str(tiny_model_dir), engine_cfg, max_model_len=500, seed=0))
     assert any(call.executed for t in ours for call in t.tool_calls)
     assert {t.stop_reason for t in ours} >= {StopReason.EOS, StopReason.LENGTH}
     for a, b in zip(theirs, ours, strict=True):

@@ -1,6 +1,7 @@
 """Sessions at the limit of their number, and sessions that are given up while they are made."""
 
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -63,10 +64,8 @@ def test_a_session_beyond_the_limit_is_not_copied_so_that_copies_never_take_all_
     for child in ("0.0", "0.1"):
         calls.start("search", "p1", child, 1)
         calls.start("search", "p2", child, 2)
-    try:
+    with closing(calls.runner):
         assert calls.all_ending() == 4
-    finally:
-        calls.runner.close()
     assert limited.num_open == other.num_open == 0
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from contextlib import closing
 
 import pytest
 from helpers.fakes import EchoTool, ScriptedEngine
@@ -15,7 +16,7 @@ from arpo.options import BranchingConfig, is_retrospective
 from arpo.retrospective import EXPANSIONS
 from arpo.sampling.sampler import rollout
 from arpo.tools.base import ToolContext, ToolResult, ToolRunner
-from arpo.trajectory import Group, StopReason, Trajectory
+from arpo.trajectory import Group, StopReason, ToolCall
 from extras.tools.sessions import ToolSessions
 
 ALWAYS = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2, entropy_tokens=4)
@@ -44,25 +45,18 @@ def wandering(seed: int):
     return script
 
 
-def told(t: Trajectory, tag: str = "search") -> list[tuple[str, str]]:
-    """(argument, result) of the trajectory's calls of a tool."""
-    return [(c.argument, c.result) for c in t.tool_calls if c.tag == tag and c.executed]
-
-
-def as_if_alone(calls: list[tuple[str, str]]) -> list[str]:
-    """Return what a fresh trajectory that makes the same calls would read."""
-    arguments = [argument for argument, _ in calls]
-    return [" ".join(arguments[: n + 1]) for n in range(len(arguments))]
+def searched(calls: list[ToolCall]) -> list[ToolCall]:
+    """The searches that ran."""
+    return [call for call in calls if call.tag == "search" and call.executed]
 
 
 def check_states(groups: list[Group]) -> int:
     """Compare what every trajectory read with what it had read alone. Return the number of branches that called."""
-    num = 0
-    for t in (t for group in groups for t in group.trajectories):
-        calls = told(t)
-        assert [result for _, result in calls] == as_if_alone(calls), (t.trajectory_id, calls)
-        num += bool(t.parent_id and any(c.tag == "search" and c.executed for c in t.own_tool_calls))
-    return num
+    trajectories = [t for group in groups for t in group.trajectories]
+    for t in trajectories:
+        calls = searched(t.tool_calls)
+        assert [call.result for call in calls] == shared_texts(calls), (t.trajectory_id, calls)
+    return sum(bool(t.parent_id and searched(t.own_tool_calls)) for t in trajectories)
 
 
 # ---- what a call knows
@@ -122,7 +116,8 @@ def test_a_session_begins_with_a_call_lasts_as_long_as_its_trajectory_and_is_its
     assert tool.contexts == []
     [group] = play(searches("a", "b", "c"), tools=[tool], cfg=LONG)
     assert len(tool.contexts) == tool.most_open == 8 and tool.num_open == 0
-    assert told(group.trajectories[3])[-1] == ("c@3", "a@3 b@3 c@3")
+    last = group.trajectories[3].tool_calls[-1]
+    assert (last.argument, last.result) == ("c@3", "a@3 b@3 c@3")
 
 
 @pytest.mark.parametrize("end", ["length", "tool_limit", "error"])
@@ -150,22 +145,16 @@ def test_an_exception_in_the_rollout_closes_what_is_open_and_gives_up_what_runs(
     class Interrupted(ScriptedEngine):
         def step(self):
             chunks = super().step()
-            if sum(tool_had(request, 1) for request, *_ in self.submitted) >= 4 and not self._running:
+            if sum(request.endswith("|1") for request, *_ in self.submitted) >= 4 and not self._running:
                 raise error
             return chunks
 
-    def tool_had(request_id: str, turn: int) -> bool:
-        return request_id.endswith(f"|{turn}")
-
-    tool, started = Hanging(), time.monotonic()
-    runner, engine = ToolRunner({"search": tool}), Interrupted(TOKENIZER, searches("a", "hang"))
-    try:
+    tool = Hanging()
+    engine = Interrupted(TOKENIZER, searches("a", "hang"))
+    with closing(ToolRunner({"search": tool})) as runner:
         with pytest.raises(error):
             rollout([prompt()], engine, runner, CODEC, SHORT, NO_BRANCHES, seed=0)
         assert tool.most_open == 4 and tool.num_open == 0  # though the runner lives on
-    finally:
-        runner.close()
-    assert time.monotonic() - started < 1800
 
 
 @pytest.mark.parametrize("kind", [Notes, ForkedNotes])
@@ -182,11 +171,10 @@ def test_more_trajectories_than_sessions_wait_for_one(kind, limit):
 def test_turns_that_call_two_full_tools_end_though_sessions_are_lost(seed):
     rng = random.Random(seed)
     first, second = (Losing(tag, max_sessions=1, jitter_s=0.002, rng=rng) for tag in ("search", "python"))
-    runner = ToolRunner({"search": first, "python": second})
     waiting: dict[str, list[str]] = {}  # trajectory -> calls of its turn that run
     turns = dict.fromkeys(map(str, range(6)), 0)
     end_s = time.monotonic() + 20
-    try:
+    with closing(ToolRunner({"search": first, "python": second})) as runner:
         while turns or waiting:
             assert time.monotonic() < end_s, (waiting, "wait for ever")
             for t in [t for t in turns if t not in waiting]:
@@ -203,9 +191,7 @@ def test_turns_that_call_two_full_tools_end_though_sessions_are_lost(seed):
                         del turns[t]
                         runner.sessions.end(("p", t))
             time.sleep(0.001)
-        assert first.num_lost + second.num_lost > 0
-    finally:
-        runner.close()
+    assert first.num_lost + second.num_lost > 0
 
 
 def test_a_lost_session_is_brought_back_by_its_calls():
@@ -235,8 +221,8 @@ def test_in_random_trees_every_branch_finds_the_state_that_it_would_have_made_al
         groups = play(wandering(seed), tools=tools, cfg=LONG, branching=branching, prompts=prompts, seed=seed)
         num_branches += check_states(groups)
         assert tools[0].num_open == 0
-        own = [c for g in groups for t in g.trajectories for c in t.own_tool_calls if c.tag == "search" and c.executed]
-        replayed = sum(c.replayed for c in own)
+        own = searched([call for g in groups for t in g.trajectories for call in t.own_tool_calls])
+        replayed = sum(call.replayed for call in own)
         assert len(tools[0].ran) == len(own) + replayed
         if kind is ForkedNotes and not is_retrospective(branching.selector) and not tools[0].max_sessions:
             assert replayed == 0 and "tools/replayed" not in rollout_metrics(groups).values()
@@ -322,10 +308,8 @@ def test_a_session_of_which_there_can_be_no_second_one_keeps_its_trajectory_from
 @pytest.mark.parametrize("selector", sorted(EXPANSIONS))
 def test_a_retrospective_selector_is_refused_alike(selector):
     tool = Notes(may_branch=False)
-    [group] = play(
-        searches("a", "b"), tools=[tool], cfg=LONG,
-        branching=BranchingConfig(selector=selector, num_initial_rollouts=4),
-    )  # fmt: skip
+    branching = BranchingConfig(selector=selector, num_initial_rollouts=4)
+    [group] = play(searches("a", "b"), tools=[tool], cfg=LONG, branching=branching)
     assert len(group.trajectories) == 8 and not any(t.parent_id for t in group.trajectories)
     assert check_states([group]) == 0
 
@@ -340,14 +324,11 @@ def test_a_runner_of_another_rank_keeps_no_sessions_but_refuses_alike():
 
 def test_several_calls_of_a_turn_are_answered_one_after_the_other_in_the_order_of_their_start():
     tool = Notes(jitter_s=0.005)
-    runner = ToolRunner({"search": tool})
-    try:
+    results = {}
+    with closing(ToolRunner({"search": tool})) as runner:
         for n in range(8):
             runner.start(str(n), "search", f"c{n}", ToolContext("p", "0", 0))
-        results = {}
         while runner.num_pending:
             results |= dict(runner.collect(block=True))
-    finally:
-        runner.close()
     assert [results[str(n)].text.split()[-1] for n in range(8)] == [f"c{n}" for n in range(8)]
     assert results["7"].text == " ".join(f"c{n}" for n in range(8)) and len(tool.contexts) == 1

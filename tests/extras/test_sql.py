@@ -142,13 +142,9 @@ def test_a_copy_shares_nothing_and_has_what_a_transaction_has_done():
 @pytest.mark.slow
 def test_a_recorded_answer_is_that_of_the_same_database(tmp_path):
     cfg = SqlConfig(cache=str(tmp_path / "sql.sqlite"))
-    [first] = ask("SELECT count(*) FROM films", cfg=cfg)
-    [again] = ask("SELECT count(*) FROM films", cfg=cfg)
-    [other] = ask(
-        "SELECT count(*) FROM films",
-        cfg=cfg,
-        context=ToolContext("p1", "0", 0, row={"sql": SETUP + "DELETE FROM films;"}),
-    )
+    emptied = ToolContext("p1", "0", 0, row={"sql": SETUP + "DELETE FROM films;"})
+    rows = (CONTEXT, CONTEXT, emptied)
+    first, again, other = (ask("SELECT count(*) FROM films", cfg=cfg, context=row)[0] for row in rows)
     assert not first.cached and again.cached and again.text == first.text
     assert not other.cached and other.text == "count(*)\n0"
 

@@ -49,16 +49,13 @@ def test_what_the_docs_show_runs_over_a_dump(dump, tmp_path):
     assert spikes[0].endswith(f"as branching.selector on {dump}: 3 prompts, 18 trajectories")
     # Turns of 20 entropies each. After the first result all are above the root's, P = 2 * base; after the second none.
     assert spikes[1] == "judged 18 results: P 0 to 0.5, mean 0.1667; 0 at 12, 1 at 0"
-    assert (
-        "after calls that failed: 12, mean P 1.000" in errors
-        and "after calls that succeeded: 6, mean P 0.000" in errors
-    )
+    assert "after calls that failed: 12, mean P 1.000" in errors
+    assert "after calls that succeeded: 6, mean P 0.000" in errors
     assert "the run itself: 12 branched, 6 no_budget" in errors
     assert forks[1] == "chose 6 forks of 12 that it was asked for; fresh roots would be the rest"
     assert "turns that are sampled anew: turn 1: 6" in forks
-    assert "chose 3 forks of 3 that it was asked for; fresh roots would be the rest" in report(
-        f"{rules}:middle", dump, budget=1
-    )
+    few = report(f"{rules}:middle", dump, budget=1)
+    assert "chose 3 forks of 3 that it was asked for; fresh roots would be the rest" in few
     [_, told, first, *_] = report(f"{advantage}:rloo", dump)
     assert told.startswith("advantages of 18 trajectories: -0.6 to 0.6, mean ") and "1 -> 0.6" in first
     told = report(f"{rewards}:useful_searches", dump)
@@ -83,11 +80,7 @@ def test_a_credit_shares_the_advantages_of_the_dump(own, dump):
         ("def f(trajectory, prompt): return float('nan')", "", "the returned score is nan"),
         ("def f(a, b, c, d): return {'score': 1, 'x': [2]}", "", "the part 'x' is [2] (list)"),
         ("def f(a, b, c, d): return d['level']", "", "KeyError: 'level', in line 1 of mine0.py"),
-        (
-            "def f(evidence, cfg): return 0.5",
-            "",
-            "takes (evidence, cfg), as several do; say --as ",
-        ),
+        ("def f(evidence, cfg): return 0.5", "", "takes (evidence, cfg), as several do; say --as "),
         ("def f(evidence, cfg): return 0.5", "advantage.kind", "the advantages are 0.5; they must be 18 numbers"),
         ("def f(x): return 0.5", "", "takes (x); it must take (data_source, solution_str"),
         ("f = 3", "", "is no function"),

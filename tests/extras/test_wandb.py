@@ -85,9 +85,6 @@ def test_wandb_without_a_key_is_a_warning_and_no_question(tmp_path):
     assert len(read_metrics(tmp_path / "run")) == 1
 
 
-# ---- in a training
-
-
 def offline(rank: int) -> None:
     os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 
@@ -98,10 +95,8 @@ def test_a_training_and_its_continuation_have_the_same_numbers_in_each_tracker(t
     world = build_toy_world(tmp_path)
     flags = [str(world / "config.yaml"), "--run.trackers", "tensorboard", TRACKER, "--run.save_every", "1"]
     for steps in ("1", "2"):
-        with script_on_ranks("train_rl.py", *flags, "--run.num_steps", steps, ranks=1, prepare=offline) as (
-            ranks,
-            output,
-        ):
+        started = script_on_ranks("train_rl.py", *flags, "--run.num_steps", steps, ranks=1, prepare=offline)
+        with started as (ranks, output):
             assert wait_for_all(ranks, 30) == 0, output.read_text()[-4000:]
             assert "wandb sync " in output.read_text() and "tensorboard --logdir" in output.read_text()
     run = world / "runs" / "rl"

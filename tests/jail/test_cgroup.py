@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.edits import ROOT
 from helpers.python_tools import HANG_S, burning_children, processes_of, wait_until
 from sandbox_attacks.excess import MEMORY_OF_MANY_PROCESSES
 
@@ -21,7 +22,6 @@ from arpo.jail.host_process import SandboxUnavailable
 from arpo.jail.limits import CallLimits
 from arpo.tools.python import PythonTool
 
-REPO = Path(__file__).resolve().parents[2]
 ROOMY = CallLimits(wall_s=120.0, cpu_s=100.0, memory_bytes=256 << 20)
 """Time for a slow machine: these calls are to end by another limit."""
 SOCKET_BUFFERS = """
@@ -94,6 +94,10 @@ def sandbox(request, parent):
     sandbox.close()
 
 
+ONLY_NAMESPACES = pytest.mark.parametrize("sandbox", ["namespaces"], indirect=True)
+"""The other tier has one process per call."""
+
+
 def hosts_below(parent: str) -> set[str]:
     return {name for name in os.listdir(parent) if name.startswith(cgroup.PREFIX)}
 
@@ -158,13 +162,11 @@ def test_a_start_says_whether_calls_have_cgroups_and_if_not_why(caplog):
         caplog.clear()
         with caplog.at_level("INFO", logger="arpo"):
             sandbox = Sandbox(ROOMY, cgroup=setting, allow_unsafe=True)
-        try:
+        with contextlib.closing(sandbox):
             said = "; no cgroup: " in caplog.text
             assert said == bool(sandbox.no_cgroup) and sandbox.no_cgroup in caplog.text
             assert said or ("by cgroup" in caplog.text or not sandbox.host.has_proc)
             assert sandbox.run("6 * 7").stdout == "42\n"
-        finally:
-            sandbox.close()
     assert sandbox.no_cgroup == "switched off"
 
 
@@ -181,21 +183,14 @@ def test_each_call_is_in_a_cgroup_of_its_own_that_it_cannot_reach(sandbox, paren
     assert sandbox.run(probe).stdout == ""
 
 
-def test_memory_of_all_processes_together_is_limited(sandbox):
-    if sandbox.tier == "landlock":
-        pytest.skip("one process per call")
-    assert sandbox.run(MEMORY_OF_MANY_PROCESSES).status == "memory_limit"
+@ONLY_NAMESPACES
+@pytest.mark.parametrize("code", [MEMORY_OF_MANY_PROCESSES, SOCKET_BUFFERS], ids=["blocks", "buffers of sockets"])
+def test_memory_of_all_processes_together_is_limited(sandbox, code):
+    assert sandbox.run(code).status == "memory_limit"
 
 
-def test_buffers_of_sockets_count_as_memory(sandbox):
-    if sandbox.tier == "landlock":
-        pytest.skip("one process per call, whose descriptors are few")
-    assert sandbox.run(SOCKET_BUFFERS).status == "memory_limit"
-
-
-def test_the_kernel_itself_ends_what_outgrows_the_limit_between_two_polls(sandbox, monkeypatch, parent):
-    if sandbox.tier == "landlock":
-        pytest.skip("one process per call")
+@ONLY_NAMESPACES
+def test_the_kernel_itself_ends_what_outgrows_the_limit_between_two_polls(sandbox, parent):
     [host] = [name for name in hosts_below(parent) if f"-{os.getpid()}-" in name]
     for call in spares_of(Path(parent, host)):  # the polled limit stays where it was
         (call / "memory.max").write_text(str(64 << 20))
@@ -203,18 +198,14 @@ def test_the_kernel_itself_ends_what_outgrows_the_limit_between_two_polls(sandbo
 
 
 def test_cpu_time_counts_in_bursts_shorter_than_a_poll_that_nobody_waits_for(parent):
-    sandbox = Sandbox(dataclasses.replace(ROOMY, cpu_s=6.0), cgroup=parent)
-    try:
+    with contextlib.closing(Sandbox(dataclasses.replace(ROOMY, cpu_s=6.0), cgroup=parent)) as sandbox:
         if sandbox.tier != "namespaces":
             pytest.skip("one process per call")
         assert sandbox.run(burning_children(1000, cpu_s=0.03)).status == "cpu_limit"
-    finally:
-        sandbox.close()
 
 
+@ONLY_NAMESPACES
 def test_processes_are_limited(sandbox):
-    if sandbox.tier == "landlock":
-        pytest.skip("one process per call")
     reply = sandbox.run(MANY_PROCESSES)
     assert reply.status == "ok" and int(reply.stdout) <= ROOMY.max_processes
 
@@ -241,19 +232,16 @@ def test_calls_and_hosts_leave_no_cgroup(parent):
 
 
 def test_a_start_removes_the_cgroups_of_the_dead_and_of_nobody_else(parent):
-    living = Sandbox(ROOMY, cgroup=parent)
-    before = hosts_below(parent)
     command = [sys.executable, "-c", START_AND_WAIT, parent]
-    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout.readline() == "started\n"
-        [its] = [name for name in hosts_below(parent) if f"-{trainer.pid}-" in name]
-        trainer.kill()
-        trainer.wait(HANG_S)
-    try:
+    with contextlib.closing(Sandbox(ROOMY, cgroup=parent)) as living:
+        before = hosts_below(parent)
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
+            assert trainer.stdout.readline() == "started\n"
+            [its] = [name for name in hosts_below(parent) if f"-{trainer.pid}-" in name]
+            trainer.kill()
+            trainer.wait(HANG_S)
         events = Path(parent, its, "cgroup.events")
         assert wait_until(lambda: not events.exists() or "populated 0" in events.read_text())
         Sandbox(ROOMY, cgroup=parent).close()
         assert its not in hosts_below(parent) and before <= hosts_below(parent)
         assert living.run("6 * 7").stdout == "42\n"
-    finally:
-        living.close()

@@ -1,6 +1,5 @@
 """tools.python.interpreter: the packages of another environment, in the same jail."""
 
-import asyncio
 import dataclasses
 import itertools
 import os
@@ -12,18 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.python_tools import HANG_S, SMALL, TIERS, jail_of, processes_of, run, start, text_of, wait_until
+from helpers.edits import ROOT
+from helpers.python_tools import HANG_S, SMALL, TIERS, jail_of, processes_of, run, started, text_of, wait_until
 
 from arpo.errors import UserError
 from arpo.jail import syscalls as kernel
 from arpo.jail.interpreter import PACKAGE_PARENT
 from arpo.tools.python import PythonTool
 
-REPO = Path(__file__).resolve().parents[2]
 PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
 OTHERS = sorted(path for path in PYENV.glob("3.*/bin/python") if path.parents[1].name.split(".")[1] not in ("6", "7"))
-
-
 PATIENT = dataclasses.replace(SMALL, wall_s=120.0)
 
 
@@ -43,31 +40,25 @@ def environment() -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_the_packages_of_a_named_environment_can_be_imported(environment, tier):
-    tool = start(dataclasses.replace(PATIENT, interpreter=str(environment / "bin/python")), tier=tier)
-    try:
-        assert text_of(tool, "import chess_rules\nchess_rules.SQUARES") == "64"
-        assert text_of(tool, "import sympy") == "ModuleNotFoundError: No module named 'sympy'"  # ours has it
-        assert run(tool, "1 / 0")[0].text == "ZeroDivisionError: division by zero"
-    finally:
-        asyncio.run(tool.aclose())
+@pytest.fixture(scope="module", params=TIERS)
+def tool(request, environment):
+    with started(dataclasses.replace(PATIENT, interpreter=str(environment / "bin/python")), request.param) as tool:
+        yield tool
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_neither_the_repository_nor_editable_installs_become_visible(environment, tier):
-    tool = start(dataclasses.replace(PATIENT, interpreter=str(environment / "bin/python")), tier=tier)
-    try:
-        assert "No module named 'arpo'" in text_of(tool, "import arpo")
-        assert "No module named 'secret_answers'" in text_of(tool, "import secret_answers")
-        assert (
-            text_of(tool, f"import sys\nhasattr(sys, 'pth_was_run'), {PACKAGE_PARENT!r} in sys.path")
-            == "(False, False)"
-        )
-        [listing] = run(tool, f"import os\nos.listdir({str(REPO)!r})")
-        assert not listing.ok or "README.md" not in listing.text
-    finally:
-        asyncio.run(tool.aclose())
+def test_the_packages_of_a_named_environment_can_be_imported(tool):
+    assert text_of(tool, "import chess_rules\nchess_rules.SQUARES") == "64"
+    assert text_of(tool, "import sympy") == "ModuleNotFoundError: No module named 'sympy'"  # ours has it
+    assert text_of(tool, "1 / 0") == "ZeroDivisionError: division by zero"
+
+
+def test_neither_the_repository_nor_editable_installs_become_visible(tool):
+    assert "No module named 'arpo'" in text_of(tool, "import arpo")
+    assert "No module named 'secret_answers'" in text_of(tool, "import secret_answers")
+    look = f"import sys\nhasattr(sys, 'pth_was_run'), {PACKAGE_PARENT!r} in sys.path"
+    assert text_of(tool, look) == "(False, False)"
+    [listing] = run(tool, f"import os\nos.listdir({str(ROOT)!r})")
+    assert not listing.ok or "README.md" not in listing.text
 
 
 @pytest.fixture(scope="module")
@@ -112,27 +103,21 @@ IN_THE_FAST_TIER = ("namespaces", "own"), ("landlock", "named")
     ],
 )
 def test_scipy_and_pandas_work_in_every_tier(borrowing, tier, whose):
-    roomy = dataclasses.replace(
-        PATIENT, memory_mib=512
-    )  # OpenBLAS takes 32 MiB at once, on some CPUs, and tries for ever
-    tool = start(dataclasses.replace(roomy, interpreter=str(borrowing) if whose == "named" else ""), tier=tier)
-    try:
+    interpreter = str(borrowing) if whose == "named" else ""
+    # OpenBLAS takes 32 MiB at once, on some CPUs, and tries for ever
+    with started(dataclasses.replace(PATIENT, memory_mib=512, interpreter=interpreter), tier) as tool:
         [result] = run(tool, DATA_ANALYSIS)
-        assert (result.text, result.error_kind) == (ANALYSED, None)
-    finally:
-        asyncio.run(tool.aclose())
+    assert (result.text, result.error_kind) == (ANALYSED, None)
 
 
 def test_a_host_that_was_lost_comes_back_with_the_same_interpreter(environment):
-    tool = start(dataclasses.replace(PATIENT, interpreter=str(environment / "bin/python")), grace_s=HANG_S)
-    try:
+    cfg = dataclasses.replace(PATIENT, interpreter=str(environment / "bin/python"))
+    with started(cfg, grace_s=HANG_S) as tool:
         pids = jail_of(tool)
         os.kill(tool.sandbox.host.pid, 9)
         assert wait_until(lambda: not any(processes_of(pid) for pid in pids))
         assert text_of(tool, "import chess_rules\nchess_rules.SQUARES") == "64"
         assert tool.sandbox.num_restarts == 1
-    finally:
-        asyncio.run(tool.aclose())
 
 
 @pytest.mark.skipif(not OTHERS, reason="no other Pythons here (pyenv has none)")
@@ -144,16 +129,11 @@ def test_every_python_since_3_9_carries_the_jail_and_older_ones_are_refused(exec
         with pytest.raises(UserError, match=r"is Python 3\.8\.\d+; name one of at least 3\.9"):
             PythonTool(cfg)
         return
-    tool = start(cfg)
-    try:
+    with started(cfg) as tool:
         assert text_of(tool, "import sys\nsys.version_info[:2]") == str(version)
         [failed, forked] = run(tool, "raise ValueError('x')", "import os\nif os.fork(): os.wait(); print('both')")
-        assert failed.text == "ValueError: x" and forked.text in (
-            "both",
-            "PermissionError: [Errno 1] Operation not permitted",
-        )
-    finally:
-        asyncio.run(tool.aclose())
+    assert failed.text == "ValueError: x"
+    assert forked.text in ("both", "PermissionError: [Errno 1] Operation not permitted")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Sums over the processes of a call: also over those that hide, share or vanish."""
 
+from contextlib import closing
+
 import pytest
 from helpers.python_tools import burning_children, start
 
@@ -10,11 +12,8 @@ from arpo.jail.meter import Process, lost_ticks
 
 def status_of(code: str, limits: CallLimits) -> str:
     start(tier="namespaces").sandbox.close()  # skips where the tier is not to be had
-    sandbox = Sandbox(limits, tier="namespaces")
-    try:
+    with closing(Sandbox(limits, tier="namespaces")) as sandbox:
         return sandbox.run(code).status
-    finally:
-        sandbox.close()
 
 
 def test_cpu_time_of_children_that_nobody_waits_for_counts():

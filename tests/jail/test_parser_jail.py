@@ -3,13 +3,12 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers.edits import ROOT
 
 from arpo.jail import landlock
 
-ROOT = Path(__file__).resolve().parents[2]
 TAKEN_OVER = """
 import json, os, signal, socket, sys
 sys.path.append(sys.argv[1])

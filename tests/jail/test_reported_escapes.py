@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from helpers.python_tools import HANG_S, TIERS, start
+from helpers.python_tools import HANG_S, TIERS, start, started
 from sandbox_attacks.world import World
 
 from arpo.config.tools import PythonConfig
@@ -138,18 +138,16 @@ def world():
 def tool(request, world):
     name, tier = request.param
     kind, cfg = TOOLS[name]
-    tool = start(cfg, tier, kind=kind)
-    yield tool
-    asyncio.run(tool.aclose())
+    with started(cfg, tier, kind=kind) as tool:
+        yield tool
 
 
 @pytest.mark.parametrize("name", REPORTED)
 def test_what_escaped_elsewhere_finds_nothing_here(tool, world, name):
     result = asyncio.run(tool.run(world.as_code() + REPORTED[name]))
     assert not result.infra_error and result.error_kind not in ("timeout", "cpu_limit"), result
-    assert not any(word in result.text for word in (world.secret, "ARPO_TEST_SECRET", "REACHED", "FULL", "CORE")), (
-        result
-    )
+    signs = (world.secret, "ARPO_TEST_SECRET", "REACHED", "FULL", "CORE")
+    assert [sign for sign in signs if sign in result.text] == [], result
     assert world.harm() == []
     assert asyncio.run(tool.run("import os\nos.listdir()")).text == "[]"
 

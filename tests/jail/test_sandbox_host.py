@@ -17,6 +17,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from helpers.edits import ROOT
 from helpers.python_tools import HANG_S, SMALL, TIERS, jail_of, processes_of, run, start, started, text_of, wait_until
 
 from arpo.jail.host import NUM_SPARES
@@ -26,7 +27,6 @@ from arpo.jail.selftest import leaks_of
 from arpo.jail.wire import Reply
 from arpo.tools.base import ToolResult
 
-REPO = Path(__file__).resolve().parents[2]
 UNHURRIED = dataclasses.replace(SMALL, wall_s=60.0)
 """For calls that wait, or compete with other work that fills the machine."""
 
@@ -161,7 +161,7 @@ asyncio.run(main())
 def test_nothing_outlives_a_killed_trainer(tier):
     start(tier=tier).sandbox.close()  # skips where the tier is not to be had
     command = [sys.executable, "-c", TRAINER, tier]
-    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as trainer:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
         host_pid, folder = trainer.stdout.readline().split()
         # more than the host, its launcher, and a supervisor and a worker per spare: the calls run
         calls_run = wait_until(lambda: len(processes_of(int(host_pid))) > 2 + 2 * NUM_SPARES)
@@ -211,7 +211,7 @@ def test_an_interpreter_below_tmp_stays_visible_under_the_private_tmp():
     """
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         venv.create(folder, symlinks=True)
-        command = [f"{folder}/bin/python", "-c", textwrap.dedent(script), str(REPO)]
+        command = [f"{folder}/bin/python", "-c", textwrap.dedent(script), str(ROOT)]
         said = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
     assert said.split() == ["True", "1"]
 

@@ -9,15 +9,14 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers.edits import ROOT
 from helpers.python_tools import HANG_S, skip_where_the_kernel_refuses, start
 
 from arpo.errors import UserError
 from arpo.jail.syscall_table import ADMINISTRATION, numbers
 
-REPO = Path(__file__).resolve().parents[2]
 FORBIDDEN = numbers(ADMINISTRATION, os.uname().machine)
 LANDLOCK_CREATE_RULESET = 444
 CONTAINED = """
@@ -49,7 +48,7 @@ def start_in_container(*forbidden: int, unsafe: bool = False, within: tuple[str,
     """Return what the tool says where those system calls are forbidden, or below the command `within`."""
     arguments = [json.dumps(forbidden), "unsafe" if unsafe else "safe"]
     command = [*within, sys.executable, "-c", CONTAINED, *arguments]
-    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
 
 
 @pytest.mark.parametrize("call", ["unshare", "mount", "mount_setattr"])
@@ -91,12 +90,12 @@ def test_where_proc_is_masked_as_in_a_container_there_are_no_child_processes():
 
 
 def test_these_tests_skip_for_what_the_kernel_refuses_and_for_nothing_else():
-    with pytest.raises(pytest.skip.Exception, match="Operation not permitted"):
-        skip_where_the_kernel_refuses(
-            UserError("tools.python: no isolation (namespaces: unshare: Operation not permitted)")
-        )
-    for failure in ("the jail failed its self-test: read of the trainer", "the host did not start within 120 s"):
-        with pytest.raises(UserError, match=failure):
+    for failure, ends in (
+        ("unshare: Operation not permitted", pytest.skip.Exception),
+        ("the jail failed its self-test: read of the trainer", UserError),
+        ("the host did not start within 120 s", UserError),
+    ):
+        with pytest.raises(ends, match=failure):
             skip_where_the_kernel_refuses(UserError(f"tools.python: no isolation (namespaces: {failure})"))
 
 

@@ -3,7 +3,6 @@
 ARPO_LEAK_CALLS=10000 python -m pytest tests/jail/test_sandbox_leaks.py
 """
 
-import asyncio
 import contextlib
 import gc
 import os
@@ -12,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers.python_tools import HANG_S, TIERS, jail_of, processes_of, run, start, wait_until
+from helpers.python_tools import HANG_S, TIERS, jail_of, processes_of, run, started, wait_until
 
 from arpo.config.tools import PythonConfig
 
@@ -78,18 +77,13 @@ def state(tool) -> dict[str, object]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", TIERS)
 def test_nothing_leaks_over_many_calls(tier):
-    tool = start(PythonConfig(wall_s=30.0, memory_mib=256, max_concurrent=8), tier=tier, grace_s=HANG_S)
-    try:
-        rng = random.Random(0)
+    rng = random.Random(0)
+    with started(PythonConfig(wall_s=30.0, memory_mib=256, max_concurrent=8), tier, grace_s=HANG_S) as tool:
         run(tool, *CODES)  # what is made once, at first use
         before, host_kib, own_kib = state(tool), memory_kib(jail_of(tool)), memory_kib([os.getpid()])
-        infra_errors = 0
         for _ in range(NUM_CALLS // BATCH):
-            results = run(tool, *rng.choices(CODES, k=BATCH))
-            infra_errors += sum(result.infra_error for result in results)
-        assert infra_errors == 0 and tool.sandbox.num_restarts == 0
+            assert not any(result.infra_error for result in run(tool, *rng.choices(CODES, k=BATCH)))
+        assert tool.sandbox.num_restarts == 0
         assert wait_until(lambda: state(tool) == before), (before, state(tool))
         assert memory_kib(jail_of(tool)) <= host_kib + 2048
         assert memory_kib([os.getpid()]) <= own_kib + 16 * 1024
-    finally:
-        asyncio.run(tool.aclose())

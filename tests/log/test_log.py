@@ -10,10 +10,10 @@ import sys
 import termios
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.edits import ROOT
 from helpers.files import read_jsonl
 from helpers.forked import fork
 from helpers.sample_groups import group
@@ -27,8 +27,6 @@ from arpo.log.machine import memory_metrics, speeds
 from arpo.log.metrics_file import MetricsFile
 from arpo.metrics import MAX_SOURCES, Metrics, rollout_metrics, source_names
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
-
-REPO = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ run_or_exit(fail, None)
 
 
 def test_no_line_holds_what_a_terminal_obeys():
-    done = subprocess.run([sys.executable, "-c", SAYS], capture_output=True, text=True, cwd=REPO)
+    done = subprocess.run([sys.executable, "-c", SAYS], capture_output=True, text=True, cwd=ROOT)
     said = r"a service said \x1b]52;c;ZXZpbA==\x07\x9b2J\x0d" + "\tfine\n"
     assert (done.stdout, done.stderr, done.returncode) == (said, f"{said}ValueError: {said}error: {said}", 2)
 
@@ -174,10 +172,11 @@ def test_tensorboard_gets_the_reward_first_and_the_histograms(tmp_path):
     assert board.Tags()["histograms"] == ["histogram/reward"]
 
 
-def test_the_spread_of_the_reward_is_that_of_all_ranks_together_and_of_each_group():
-    def ended(reward: float, stop: StopReason = StopReason.EOS) -> Trajectory:
-        return Trajectory("p", "0", stop_reason=stop, reward=reward, reward_parts={"accuracy": reward})
+def ended(reward: float, stop: StopReason = StopReason.EOS) -> Trajectory:
+    return Trajectory("p", "0", stop_reason=stop, reward=reward, reward_parts={"accuracy": reward})
 
+
+def test_the_spread_of_the_reward_is_that_of_all_ranks_together_and_of_each_group():
     groups = [
         Group(Prompt("p", [], []), [ended(1.0), ended(0.0)]),
         Group(Prompt("q", [], []), [ended(-1.0), ended(-1.0), ended(9.0, StopReason.ERROR)]),
@@ -195,15 +194,11 @@ def test_each_data_source_has_its_accuracy_and_rare_ones_share_one():
     names = source_names([*prompts, *prompts[19:]])  # the last is the most frequent
     assert names["set 19"] == "set_19" and names["set 00"] == "set_00" and len(set(names.values())) == MAX_SOURCES + 1
     assert [source for source, name in names.items() if name == "other"] == [f"set {n}" for n in range(15, 19)]
-    right, wrong = (
-        [Trajectory("p", "0", stop_reason=StopReason.EOS, reward=r, reward_parts={"accuracy": r})] for r in (1.0, 0.0)
-    )
+    right, wrong = ([ended(reward)] for reward in (1.0, 0.0))
     groups = [Group(prompts[0], right), Group(prompts[17], right), Group(prompts[18], wrong)]
     values = rollout_metrics(groups, names).values()
-    assert {n: v for n, v in values.items() if n.startswith("accuracy/")} == {
-        "accuracy/set_00": 1,
-        "accuracy/other": 0.5,
-    }
+    found = {name: value for name, value in values.items() if name.startswith("accuracy/")}
+    assert found == {"accuracy/set_00": 1, "accuracy/other": 0.5}
     similar = [Prompt(source, [], [], data_source=source) for source in ("NQ (open)", "NQ [open]", "other")]
     assert source_names(similar) == {"NQ (open)": "NQ_open_", "NQ [open]": "NQ_open_2", "other": "other_2"}
     assert source_names(prompts[:1] * 5) == {}  # all of one source: reward/accuracy says it
@@ -213,9 +208,8 @@ def test_each_data_source_has_its_accuracy_and_rare_ones_share_one():
 def test_the_speed_is_that_of_one_rank_and_absent_where_nothing_was_trained():
     values = {"tokens/sampled": 1200, "time/rollout": 3.0, "tokens/trained": 800, "time/update": 2.0}
     assert speeds(values, 4) == {"tokens/sampled_per_second": 100.0, "tokens/trained_per_second": 100.0}
-    assert speeds({"tokens/sampled": 10, "time/rollout": 1.0, "time/update": 0.1}, 1) == {
-        "tokens/sampled_per_second": 10.0
-    }
+    untrained = {"tokens/sampled": 10, "time/rollout": 1.0, "time/update": 0.1}
+    assert speeds(untrained, 1) == {"tokens/sampled_per_second": 10.0}
 
 
 def test_a_ranks_memory_is_what_the_system_says_of_its_process():

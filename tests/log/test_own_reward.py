@@ -21,13 +21,8 @@ def scored(tmp_path, returned: str) -> Group:
     """A branch and its parent, scored by a function that returns this."""
     (tmp_path / "mine.py").write_text(f"def f(trajectory, prompt): return {returned}")
     parent = Trajectory("p", "0", [1, 2], [1, 1], [0.0, 0.0], stop_reason=StopReason.EOS, turns=[Turn(0), Turn(1)])
-    branches = [
-        replace(parent, trajectory_id="0.0", token_ids=[1, 2]),
-        replace(parent, trajectory_id="0.1", token_ids=[1, 3]),
-    ]
-    for branch in branches:
-        branch.parent_id, branch.fork_at = "0", 1
-    group = Group(Prompt("p", [], ["a"]), [parent, *branches])
+    branch = replace(parent, trajectory_id="0.0", parent_id="0", fork_at=1)
+    group = Group(Prompt("p", [], ["a"]), [parent, branch, replace(branch, trajectory_id="0.1", token_ids=[1, 3])])
     score_groups([group], RewardConfig(), load_custom("reward.file", f"{tmp_path}/mine.py:f"), tools=())
     return group
 

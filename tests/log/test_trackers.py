@@ -40,9 +40,6 @@ class Recording:
         self._note("close")
 
 
-# ---- settings
-
-
 @pytest.mark.parametrize(
     "name, words",
     [
@@ -53,9 +50,6 @@ class Recording:
 def test_an_unknown_tracker_is_named(name, words):
     with pytest.raises(UserError, match=rf"run\.trackers{words}"):
         load_config(RLConfig, ["--data.train", "x", "--run.trackers", "tensorboard", name])
-
-
-# ---- failures
 
 
 @pytest.mark.parametrize("fails_at", ["begin", "scalars", "text", "close"])
@@ -75,9 +69,6 @@ def test_a_tracker_that_fails_is_one_warning_and_then_it_is_off(tmp_path, monkey
         f"warning: run.trackers: bad failed (OSError: no {fails_at} for you); it is off, and the run goes on"
     ]
     assert len(read_metrics(tmp_path)) == 2 and ("recorded" in printed)
-
-
-# ---- one run of the tracker for one of ours
 
 
 def test_a_continued_run_has_the_id_that_its_folder_keeps_and_a_new_one_another(tmp_path):

@@ -201,10 +201,8 @@ def test_accuracy_and_format_are_known_each_whatever_the_other_is():
     ],
 )
 def test_accuracy_goes_by_ability_then_source_then_answer(answer, truth, data_source, ability, accuracy):
-    t, prompt = (
-        Trajectory("q", "0", text=T + A(answer)),
-        Prompt("q", [], [truth], data_source, meta={"ability": ability}),
-    )
+    t = Trajectory("q", "0", text=T + A(answer))
+    prompt = Prompt("q", [], [truth], data_source, meta={"ability": ability})
     assert score_by_rule(t, prompt, RewardConfig(), tools=LOADED).parts["accuracy"] == accuracy
 
 
@@ -275,11 +273,9 @@ def make_group() -> Group:
     prompt = Prompt("q-0", [], ["Paris"], data_source="hotpotqa", meta={"extra_info": {"index": 3}})
     call = ToolCall("search", "q", "r", ok=True)
     texts = [T + S + T + A("Paris"), T + A("London")]
-    trajectories = [
-        Trajectory("q-0", str(i), text=text, segments=derive_segments(text)) for i, text in enumerate(texts)
-    ]
-    trajectories[0].turns = [Turn(0, tool_calls=[call]), Turn(0)]
-    return Group(prompt, trajectories)
+    one, other = (Trajectory("q-0", str(i), text=t, segments=derive_segments(t)) for i, t in enumerate(texts))
+    one.turns = [Turn(0, tool_calls=[call]), Turn(0)]
+    return Group(prompt, [one, other])
 
 
 def test_trajectories_get_reward_parts_and_reason():

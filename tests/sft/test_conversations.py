@@ -14,7 +14,6 @@ from arpo.errors import UserError
 from arpo.protocol.tags import parse_row
 from arpo.sft.conversations import read_conversations
 
-ROOT = Path(__file__).resolve().parents[2]
 HERMES = '<tool_call>\n{"name": "search", "arguments": {"query": "Paris"}}\n</tool_call>'
 
 
@@ -28,10 +27,8 @@ def sharegpt(*turns: tuple[str, str]) -> dict:
 
 def test_sharegpt_and_openai_conversations_become_the_same_messages(tmp_path):
     turns = sharegpt(("human", "q"), ("gpt", "<search>q</search>"), ("observation", "found"), ("gpt", "a"))
-    theirs, openai = (
-        turns | {"system": "be brief"},
-        dialogue("s:be brief", "u:q", "a:<search>q</search>", "t:found", "a:a"),
-    )
+    theirs = turns | {"system": "be brief"}
+    openai = dialogue("s:be brief", "u:q", "a:<search>q</search>", "t:found", "a:a")
     (tmp_path / "array.json").write_text(json.dumps([theirs]))
     assert messages_of(write_jsonl(tmp_path / "a.jsonl", [theirs])) == [openai]
     assert messages_of(write_jsonl(tmp_path / "b.jsonl", [{"messages": openai}])) == [openai]
@@ -100,9 +97,6 @@ def test_function_calls_of_llama_factory_and_openai_become_tags_behind_their_tex
 def test_bad_conversation_is_named_by_its_line(tmp_path, row, message):
     with pytest.raises(UserError, match=rf"sft\.jsonl:2: .*{message}"):
         messages_of(write_jsonl(tmp_path / "sft.jsonl", [{"messages": dialogue("u:q", "a:a")}, row]))
-
-
-# ---- parts of a file
 
 
 def numbered(path: Path, rows: list[dict]) -> Path:

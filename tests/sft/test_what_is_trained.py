@@ -48,8 +48,7 @@ END = "<|im_end|>"
 
 
 def weighted(**weights: object) -> dict:
-    [bad] = [{**said("BAD"), **weights}]
-    return {"messages": [ASKED, bad, ASKED, said("GOOD")]}
+    return {"messages": [ASKED, said("BAD", **weights), ASKED, said("GOOD")]}
 
 
 @pytest.mark.parametrize(
@@ -162,9 +161,7 @@ def test_fields_that_are_empty_or_name_the_message_are_no_loss():
 
 @pytest.mark.parametrize("as_roles", [True, False])
 def test_in_json_parallel_calls_are_one_turn_and_results_stand_behind_their_calls(as_roles):
-    called = (
-        [("function_call", SEARCH), ("function_call", PYTHON)] if as_roles else [("function_call", [SEARCH, PYTHON])]
-    )
+    called = [("function_call", call) for call in ([SEARCH, PYTHON] if as_roles else [[SEARCH, PYTHON]])]
     row = sharegpt(("human", "Q?"), *called, ("observation", "FRANCE"), ("observation", "2"), ("gpt", "A"))
     first, answer = trained_in(row, "hermes")
     assert first.count("<tool_call>") == 2 and answer == f"A{END}"
@@ -213,10 +210,8 @@ def test_only_parquet_loses_nulls_and_at_every_depth(tmp_path):
     """trl#5118, trl#5376: parquet gives every object the keys of all; a null of jsonl is one that was written."""
     call = {"function": {"name": "search", "arguments": NULLS}}
     other = {"function": {"name": "clock", "arguments": {"zone": "UTC"}}}
-    tool = {
-        "name": "clock",
-        "parameters": {"type": "object", "properties": {"zone": {"default": None, "type": "string"}}},
-    }
+    zone = {"default": None, "type": "string"}
+    tool = {"name": "clock", "parameters": {"type": "object", "properties": {"zone": zone}}}
     rows = [{"messages": [ASKED, said("", tool_calls=[one])], "tools": [tool]} for one in (call, other)]
 
     def read(path):
@@ -224,9 +219,6 @@ def test_only_parquet_loses_nulls_and_at_every_depth(tmp_path):
         shown = parsed[0].functions[0]["function"]["parameters"]["properties"]["zone"]
         return [one.messages[1]["tool_calls"][0]["arguments"] for one in parsed], shown
 
-    assert read(write_jsonl(tmp_path / "a.jsonl", rows)) == (
-        [NULLS, {"zone": "UTC"}],
-        {"default": None, "type": "string"},
-    )
+    assert read(write_jsonl(tmp_path / "a.jsonl", rows)) == ([NULLS, {"zone": "UTC"}], zone)
     stripped = {"filter": {"a": 1}, "of": [{}, {"c": 2}]}
     assert read(write_parquet(tmp_path / "a.parquet", rows)) == ([stripped, {"zone": "UTC"}], {"type": "string"})

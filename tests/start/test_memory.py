@@ -7,48 +7,30 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.edits import ROOT
 
 from arpo.config.sections import EngineConfig, ModelConfig
 from arpo.engine.arguments import CPU_HEAD_SIZES
 from arpo.errors import UserError
 from arpo.start.load import load_config
-from arpo.start.memory import (
-    GIB,
-    Job,
-    check_memory,
-    describe,
-    engine_memory,
-    misfits,
-    sizes_of,
-    training_state,
-)
+from arpo.start.memory import GIB, Job, check_memory, describe, engine_memory, misfits, sizes_of, training_state
 from benchmarks.shared.cost_model import memory_of_job
-from benchmarks.shared.shapes import shape_from_json
+from benchmarks.shared.shapes import MODELS, shape_from_json
 from train_rl import RLConfig, job_of
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GPU = 79.1 * GIB
 DEVICE = torch.device("cuda", 0)
 
 
-def published(kind: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict:
-    """The sizes in a model's config.json."""
-    return {
-        "model_type": kind, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab, "head_dim": 128,
-    }  # fmt: skip
-
-
-MODELS = {
-    "qwen2.5_7b": published("qwen2", 3584, 18944, 28, 28, 4, 152_064),
-    "llama3.1_8b": published("llama", 4096, 14336, 32, 32, 8, 128_256),
-    "qwen3_8b": published("qwen3", 4096, 12288, 36, 32, 8, 151_936),
-    "qwen3_14b": published("qwen3", 5120, 17408, 40, 40, 8, 151_936),
+SHAPES = {
+    "qwen2.5_7b": MODELS["Qwen2.5-7B"],
+    "llama3.1_8b": MODELS["Llama-3.1-8B"],
+    "qwen3_8b": MODELS["Qwen3-8B"],
+    "qwen3_14b": MODELS["Qwen3-14B"],
 }
 # With gpu_memory_utilization: training state, update peak, trainer and engine while it samples (GiB); KV cache (GiB,
 # thousands of tokens, rows of full length). Worked out by hand from the sources of vLLM 0.33 and FSDP2, without this
@@ -66,18 +48,18 @@ def job(monkeypatch):
     """job(model, *flags) -> what train_rl.py checks for configs/MODEL.yaml on 8 GPUs."""
 
     def job(model: str, *flags: str) -> Job:
-        monkeypatch.setattr("train_rl.sizes_of", lambda path: shape_from_json(MODELS[model]).sizes)
-        return job_of(load_config(RLConfig, [str(CONFIGS / f"{model}.yaml"), *flags]), num_shards=8)
+        monkeypatch.setattr("train_rl.sizes_of", lambda path: SHAPES[model].sizes)
+        return job_of(load_config(RLConfig, [f"{ROOT}/configs/{model}.yaml", *flags]), num_shards=8)
 
     return job
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SHAPES)
 def test_the_shipped_configs_need_what_a_calculation_by_hand_found(job, model):
     share, state, update, rollout, kv_gib, kv_thousands, rows = BY_HAND[model]
     flags = ["--engine.gpu_memory_utilization", str(share), "--engine.max_num_seqs", "256", "--optim.offload", "False"]
     asked = job(model, *flags)
-    need = memory_of_job(shape_from_json(MODELS[model]), asked, 16384, GPU, reserved=0.0)
+    need = memory_of_job(SHAPES[model], asked, 16384, GPU, reserved=0.0)
     vllm = engine_memory(asked.sizes, asked.engine, GPU)
     assert training_state(asked) / GIB == pytest.approx(state, abs=0.06)
     assert need.training / GIB == pytest.approx(update, rel=0.1)
@@ -87,12 +69,12 @@ def test_the_shipped_configs_need_what_a_calculation_by_hand_found(job, model):
     assert vllm.kv_tokens / asked.max_model_len == pytest.approx(rows, rel=0.1)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SHAPES)
 def test_the_shipped_configs_fit_with_gigabytes_to_spare_and_sequences_that_the_cache_can_hold(job, model):
     asked = job(model)
     vllm = engine_memory(asked.sizes, asked.engine, GPU)
     assert not misfits(asked, GPU)
-    assert memory_of_job(shape_from_json(MODELS[model]), asked, 16384, GPU, reserved=3 * GIB).training < GPU
+    assert memory_of_job(SHAPES[model], asked, 16384, GPU, reserved=3 * GIB).training < GPU
     # A row is rarely full, but where far more run than fit, vLLM drops rows and computes them again.
     assert asked.engine.max_num_seqs < 5 * vllm.kv_tokens / asked.max_model_len
 
@@ -114,7 +96,7 @@ def test_the_line_says_what_is_needed_and_what_fits_and_that_offloaded_moments_a
         (
             8,
             "--optim.offload False",
-            "=0.8 of 79.1 GiB leaves no room for the 20.6 GiB of .* or set optim.offload=True",
+            "=0.8 of 79.1 GiB leaves no room for the 20.6 GiB .* or set optim.offload=True",
         ),
     ],
 )
@@ -132,7 +114,7 @@ def test_on_a_cpu_nothing_is_checked_or_said(job, caplog):
 
 
 def test_on_a_cpu_heads_without_a_kernel_are_refused_where_there_is_an_engine(job):
-    odd = replace(job("qwen3_14b"), sizes=shape_from_json(MODELS["qwen3_14b"] | {"head_dim": 40}).sizes)
+    odd = replace(job("qwen3_14b"), sizes=replace(MODELS["Qwen3-14B"], head_dim=40).sizes)
     with pytest.raises(UserError, match=r"heads of 40 numbers, and vLLM's CPU kernels have 32, 64, .*, 512; take"):
         check_memory(odd, torch.device("cpu"))
     check_memory(replace(odd, engine=None), torch.device("cpu"))
@@ -142,9 +124,6 @@ def test_on_a_cpu_heads_without_a_kernel_are_refused_where_there_is_an_engine(jo
 def test_the_head_sizes_of_vllms_cpu_kernels_are_those_of_the_installed_version():
     backend = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
     assert tuple(backend.CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
-
-
-SHAPE = shape_from_json(MODELS["qwen2.5_7b"])
 
 
 @pytest.mark.parametrize(
@@ -159,27 +138,25 @@ SHAPE = shape_from_json(MODELS["qwen2.5_7b"])
     ],
 )
 def test_every_option_that_moves_memory_counts(option, part, factor):
-    plain, other = (
-        memory_of_job(
-            SHAPE, Job(SHAPE.sizes, ModelConfig(**o), num_shards=8), max_tokens_per_microbatch=16384, gpu_bytes=GPU
-        )
-        for o in ({}, option)
-    )
+    shape = MODELS["Qwen2.5-7B"]
+    jobs = [Job(shape.sizes, ModelConfig(**options), num_shards=8) for options in ({}, option)]
+    plain, other = (memory_of_job(shape, job, max_tokens_per_microbatch=16384, gpu_bytes=GPU) for job in jobs)
     assert getattr(other, part) == pytest.approx(factor * getattr(plain, part), rel=0.1)
 
 
 def test_a_critic_and_a_reference_have_their_own_shapes(job):
     asked = job("qwen2.5_7b", "--loss.kl_coefficient", "0.01", "--advantage.kind", "gae")
-    states = 16 * SHAPE.parameters / 8
+    states = 16 * MODELS["Qwen2.5-7B"].parameters / 8
     assert training_state(asked) == pytest.approx(states + states + states / 4)
     offloaded = job("qwen2.5_7b", "--loss.kl_coefficient", "0.01", "--loss.offload_reference", "True")
     assert training_state(offloaded) == states
 
 
 def test_an_engine_over_two_gpus_holds_half_of_weights_and_heads():
-    one, two = (engine_memory(SHAPE.sizes, EngineConfig(tensor_parallel=parts), GPU) for parts in (1, 2))
+    sizes = MODELS["Qwen2.5-7B"].sizes
+    one, two = (engine_memory(sizes, EngineConfig(tensor_parallel=parts), GPU) for parts in (1, 2))
     assert two.weights == one.weights / 2 and two.kv_bytes_per_token == one.kv_bytes_per_token / 2
-    assert training_state(Job(SHAPE.sizes, ModelConfig())) == 0
+    assert training_state(Job(sizes, ModelConfig())) == 0
 
 
 def test_sizes_are_read_from_the_folder_and_those_that_cannot_be_read_are_left_to_the_loader(tiny_model_dir, tmp_path):

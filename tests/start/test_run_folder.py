@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -43,13 +42,13 @@ def begun(tmp_path, config):
     return tmp_path / "r"
 
 
-def record_settings_of(cfg, folder, step: int) -> None:
-    check_run_folder(cfg.run, cfg)
-    record_settings(folder, cfg, step)
-
-
 def check(cfg) -> None:
     check_run_folder(cfg.run, cfg)
+
+
+def record_settings_of(cfg, folder, step: int) -> None:
+    check(cfg)
+    record_settings(folder, cfg, step)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +119,7 @@ def test_a_run_without_a_checkpoint_begins_anew_under_any_settings(config, tmp_p
 def test_resume_false_refuses_to_touch_an_existing_run(config, begun, tmp_path):
     with pytest.raises(UserError, match=r"run\.resume is False but this run exists"):
         check(config("--run.resume", "False"))
-    other = config("--run.resume", "False", "--run.name", "other")
-    check(other)
+    check(config("--run.resume", "False", "--run.name", "other"))
 
 
 def test_an_option_that_another_version_of_the_code_had_or_lacks_is_no_difference(config, begun):
@@ -143,11 +141,9 @@ def test_a_run_whose_settings_are_lost_is_named(config, begun, text):
 @pytest.mark.parametrize("directory", ["file", "/proc/arpo"])
 def test_a_folder_that_cannot_be_written_is_named_before_anything_is_loaded(config, tmp_path, directory):
     (tmp_path / "file").touch()
-    folder = directory if directory.startswith("/") else str(tmp_path / directory)
-    cfg = config()
-    cfg = replace(cfg, run=replace(cfg.run, dir=folder))
+    folder = str(tmp_path / directory)  # the second is absolute
     with pytest.raises(UserError, match=r"cannot write the run's folder \(.+\); set run\.dir"):
-        check(cfg)
+        check(config("--run.dir", folder))
     assert not os.path.exists(f"{folder}/r")
 
 

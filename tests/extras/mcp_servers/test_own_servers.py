@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 from http.server import ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,19 +12,17 @@ from helpers.fakes import ScriptedEngine
 from helpers.mcp_tools import Running, config, entry
 from helpers.old_mcp_server import TOOL, OldServer
 from helpers.processes import is_running
-from helpers.scripted_rollout import ANSWER, TOKENIZER, prompt
+from helpers.scripted_rollout import ANSWER, LONG, TOKENIZER, prompt
 
 from arpo.errors import UserError
-from arpo.options import BranchingConfig, RolloutConfig
+from arpo.options import BranchingConfig
 from arpo.protocol import TagsCodec
 from arpo.sampling.sampler import rollout
 from arpo.tools import take_counts, tool_schemas
 from arpo.tools.base import ToolContext, ToolResult
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
-CFG = RolloutConfig(
-    group_size=4, max_response_tokens=9000, max_result_tokens=900, answer_reserve_tokens=60, max_tool_calls=6
-)
+CFG = replace(LONG, group_size=4)
 RANDOM = BranchingConfig(selector="random", base=0.7, num_initial_rollouts=2, entropy_tokens=4)
 
 

@@ -2,28 +2,26 @@
 
 import gzip
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from helpers.fakes import ScriptedEngine, byte_tokenizer
 from helpers.files import write_jsonl
 from helpers.mcp_tools import MCP, SERVER, config, options
 from helpers.processes import is_running
 from helpers.ranks import run_script
+from helpers.scripted_rollout import LONG, TOKENIZER, play
 from helpers.toy_run import build_toy_world
 
 from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
 from arpo.metrics import rollout_metrics
-from arpo.options import BranchingConfig, RolloutConfig
 from arpo.protocol import TagsCodec
 from arpo.rewards import score_groups
-from arpo.sampling.sampler import rollout
 from arpo.start.inputs import check_rl
 from arpo.start.load import load_config
 from arpo.tools import make_tools, prices_of, system_prompt_for, take_counts, tool_schemas
-from arpo.tools.base import ToolRunner
 from arpo.trajectory import Prompt
 from train_rl import RLConfig
 
@@ -41,19 +39,14 @@ def test_the_policy_calls_tools_of_a_server_in_tags(tmp_path):
         "injected": ["<think>t</think><say><answer>5</answer></say>", ANSWER],
     }
     cfg = config(ENTRY, price_per_call=("add=0.5",))
-    schemas, tokenizer, runner = tool_schemas(cfg), byte_tokenizer(), ToolRunner(make_tools(cfg), prices_of(cfg))
-    codec = TagsCodec(tokenizer, tools=tuple(schemas))
+    schemas, tools = tool_schemas(cfg), make_tools(cfg)
+    codec = TagsCodec(TOKENIZER, tools=tuple(schemas))
     messages = [{"role": "system", "content": system_prompt_for("default", schemas)}, {"role": "user", "content": "q"}]
     ids = tuple(codec.render_prompt(messages))
     prompts = [Prompt(name, messages, ["4"], "gsm8k", token_ids=ids) for name in scripts]
-    engine = ScriptedEngine(tokenizer, lambda prompt, _path, turn: scripts[prompt][turn])
-    options = RolloutConfig(group_size=1, max_response_tokens=1500, answer_reserve_tokens=60)
-    branching = BranchingConfig(selector="none", num_initial_rollouts=1)
-    try:
-        groups = rollout(prompts, engine, runner, codec, options, branching, seed=0)
-        restarts = take_counts(runner.tools), take_counts(runner.tools)
-    finally:
-        runner.close()
+    how = {"cfg": replace(LONG, group_size=1), "tools": [*tools.values()], "prices": prices_of(cfg)}
+    groups = play(lambda name, _path, turn: scripts[name][turn], prompts=prompts, codec=codec, **how)
+    restarts = take_counts(tools), take_counts(tools)
     score_groups(groups, RewardConfig(), tools=codec.tools)
     calls = {g.prompt.prompt_id: [(c.tag, c.result) for c in g.trajectories[0].tool_calls] for g in groups}
     assert calls["add"] == [("add", "4"), ("say", "&lt;")]

@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 from helpers.browser import needs_browser
 from helpers.devtools import Browser
-from helpers.viewer_pages import READY, ROWS, make_run, write_page
+from helpers.viewer_pages import READY, ROWS, make_run, page_of, write_page
 
 pytestmark = needs_browser
 
@@ -246,13 +246,12 @@ CONTRAST = """selector => [...document.querySelectorAll(selector)].filter(e => e
 def test_every_text_is_readable_in_light_and_dark(browser, tmp_path, groups, dark):
     group = deepcopy(groups[0])
     group.trajectories[0].rollout_logprobs[:12] = [-0.5 * i for i in range(12)]
-    run = make_run(tmp_path / "run", [group])
-    write_page(run)
+    page = page_of(tmp_path, group, metrics=[{"reward/mean": 0.5, "valid/reward": 0.25}] * 2)
     browser.size(1400, 900, dark=dark)
     branch = next(t.trajectory_id for t in group.trajectories if t.parent_id == "0")
     everything = ".token, .soft, .good, .bad, .warn, .kind, .chip, .key, h1, h2, pre, a, summary, button, figcaption"
     for trajectory in ("0", branch):  # the branch has turns that it took over
-        browser.open(run / "viewer.html", f"#0/{trajectory}&colour=logprob&compare=1", ready=READY)
+        browser.open(page, f"#0/{trajectory}&colour=logprob&compare=1", ready=READY)
         measured = browser.js(f"({CONTRAST})({json.dumps(everything)})")
         assert len(measured) > 100
         assert [(text, round(ratio, 2)) for text, ratio in measured if ratio < 4.5] == []

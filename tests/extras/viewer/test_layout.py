@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import pytest
 from helpers.browser import needs_browser
-from helpers.fakes import EchoTool, ScriptedEngine
-from helpers.sample_groups import CODEC
-from helpers.viewer_pages import READY, make_run, write_page
+from helpers.fakes import EchoTool
+from helpers.scripted_rollout import CODEC, LONG, play
+from helpers.viewer_pages import READY, make_run, page_of, write_page
 
-from arpo.options import BranchingConfig, RolloutConfig
-from arpo.sampling.sampler import rollout
-from arpo.tools.base import ToolResult, ToolRunner
+from arpo.options import BranchingConfig
+from arpo.tools.base import ToolResult
 from arpo.trajectory import Group, Prompt
 from extras.viewer import viewer
 
@@ -31,16 +30,10 @@ def four_turns() -> list[Group]:
     """A group of eight trajectories of four turns."""
     messages = [{"role": "user", "content": QUESTION}]
     prompt = Prompt("p0", messages, ["10"], token_ids=tuple(CODEC.render_prompt(messages)))
-    cfg = RolloutConfig(
-        group_size=8, max_response_tokens=2400, max_result_tokens=300, answer_reserve_tokens=60, max_tool_calls=4
-    )
+    cfg = replace(LONG, max_response_tokens=2400, max_tool_calls=4)
     branching = BranchingConfig(selector="arpo", base=0.5, num_initial_rollouts=4)
-    runner = ToolRunner({"python": EchoTool("python", lambda argument: ToolResult("12", ok=True, seconds=0.03))})
-    try:
-        engine = ScriptedEngine(CODEC.tokenizer, calls_three_times)
-        groups = rollout([prompt], engine, runner, CODEC, cfg, branching, seed=0)
-    finally:
-        runner.close()
+    tools = [EchoTool("python", lambda argument: ToolResult("12", ok=True, seconds=0.03))]
+    groups = play(calls_three_times, cfg=cfg, branching=branching, tools=tools, prompts=[prompt])
     for k, t in enumerate(groups[0].trajectories):
         t.reward = float(k < 3)
         t.reward_parts = {"accuracy": t.reward}
@@ -74,15 +67,14 @@ def test_four_turns_and_their_answers_are_in_sight_and_at_least_seven_rows_of_th
 def test_the_whole_plot_of_the_decisions_is_in_sight_beside_a_long_question(browser, tmp_path, four_turns):
     groups = copy.deepcopy(four_turns)
     groups[0].prompt.messages[0]["content"] = QUESTION * 12
-    run = make_run(tmp_path / "run", groups)
-    write_page(run)
-    browser.open(run / "viewer.html", ready=READY)
+    page = page_of(tmp_path, *groups)
+    browser.open(page, ready=READY)
     pane = browser.js(BOX.format("#about"))
     assert inside(browser.js(BOX.format("#signal")), pane)
     browser.js("document.getElementById('about').scrollTop = 1000")
     assert inside(browser.js(BOX.format("#signal")), pane)
     browser.size(400, 850)
-    browser.open(run / "viewer.html", ready=READY)
+    browser.open(page, ready=READY)
     assert browser.js("document.documentElement.scrollWidth") == 400
 
 
@@ -102,9 +94,7 @@ def test_no_two_labels_of_the_plot_lie_on_each_other(browser, tmp_path, four_tur
     turns = [turn for t in groups[0].trajectories for turn in t.turns if turn.decision]
     for k, turn in enumerate(turns):
         turn.decision = replace(turn.decision, root_entropy=1.0, entropy=1.0 + changes[k % 2])
-    run = make_run(tmp_path / "run", groups)
-    write_page(run)
-    browser.open(run / "viewer.html", ready=READY)
+    browser.open(page_of(tmp_path, *groups), ready=READY)
     written = browser.js("""[...document.querySelectorAll("#signal text")].filter(e => e.textContent).map(
       e => [e.textContent, e.getBoundingClientRect().toJSON()])""")
     assert [text for text, _ in written if text not in ("P 1", "ΔH, nats")][1:] == labels

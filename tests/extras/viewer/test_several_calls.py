@@ -1,12 +1,13 @@
 """Turns with several calls in JSON, in a real browser: each call is told of, and what the model read is shown once."""
 
 import json
+from dataclasses import replace
 
 from helpers.browser import needs_browser
 from helpers.fakes import EchoTool
 from helpers.families import hermes_codec
-from helpers.scripted_rollout import SHORT, play
-from helpers.viewer_pages import READY, make_run, write_page
+from helpers.scripted_rollout import LONG, play
+from helpers.viewer_pages import READY, page_of
 
 from arpo.config.rewards import RewardConfig
 from arpo.rewards import score_groups
@@ -25,20 +26,16 @@ def played() -> Group:
     codec, messages = hermes_codec("qwen2_5"), [{"role": "user", "content": "question"}]
     turns = [calls("a", "b") + "<tool_call>{</tool_call>", "It is \\boxed{1}."]
     tool = EchoTool("python", lambda code: ToolResult(f"<b>result</b> of {code}", ok=code == "a", error_kind="error"))
-    [group] = play(
-        lambda _prompt, _path, turn: turns[turn], codec=codec, tools=[tool],
-        cfg=SHORT.__class__(group_size=1, max_response_tokens=900, answer_reserve_tokens=60),
-        prompts=[Prompt("p0", messages, ["1"], token_ids=tuple(codec.render_prompt(messages)))],
-    )  # fmt: skip
+    prompts = [Prompt("p0", messages, ["1"], token_ids=tuple(codec.render_prompt(messages)))]
+    cfg = replace(LONG, group_size=1)
+    [group] = play(lambda _prompt, _path, turn: turns[turn], codec=codec, tools=[tool], cfg=cfg, prompts=prompts)
     score_groups([group], RewardConfig(), tools=codec.tools, form="hermes")
     group.trajectories[0].advantage = 0.0
     return group
 
 
 def test_every_call_of_a_turn_is_told_of_and_what_was_read_is_shown_once(browser, tmp_path):
-    run = make_run(tmp_path / "run", [played()])
-    write_page(run)
-    browser.open(run / "viewer.html", ready=READY)
+    browser.open(page_of(tmp_path, played()), ready=READY)
     lines = browser.js("[...document.querySelectorAll('#turn-0 .masked.small')].map(line => line.textContent)")
     told = [line.split()[:2] for line in lines]
     assert told == [["python", "ok"], ["python", "error"], ["unknown", "bad_json,"]]
