@@ -6,15 +6,13 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.models import build_tiny_model
-from safetensors.torch import load_file, save_file
+from helpers.models import build_tiny_model, load_hf
 
 from arpo.config.sections import EngineConfig
 from arpo.engine import Chunk, Engine, SamplingSpec
@@ -27,12 +25,6 @@ CFG = EngineConfig(
 )
 MAX_MODEL_LEN = 256
 END_TOKEN_IDS = (296, 298)  # <|endoftext|>, <|im_end|>
-
-
-def load_hf(folder):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -448,30 +440,15 @@ def truncate_weights(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
 
 
-def edit_weights(edit) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        weights = load_file(folder / "model.safetensors")
-        edit(weights)
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-    return damage
-
-
-MISSING = edit_weights(lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
-MISSHAPEN = edit_weights(lambda weights: weights.update({"model.norm.weight": torch.ones(5)}))
-
-
 @pytest.mark.parametrize(
     "damage, message",
     [
         (lambda folder: (folder / "model.safetensors").unlink(), r"no weights \(\*\.safetensors\)"),
         (rename_architecture, "Transformers does not recognize this architecture"),
         (truncate_weights, "not a valid safetensors file"),
-        (MISSING, "1 weights are missing, model.layers.1.mlp.up_proj.weight first"),
-        (MISSHAPEN, r"model.norm.weight has shape \(5,\), config.json says \(64,\)"),
         (None, "engine.kv_cache_gib"),
     ],
-    ids=["no weights", "unknown architecture", "truncated", "missing", "wrong shape", "small cache"],
+    ids=["no weights", "unknown architecture", "truncated", "small cache"],
 )
 def test_what_cannot_be_loaded_is_a_user_error_in_one_line(tmp_path, damage, message, capfd):
     folder, cfg = build_tiny_model(tmp_path), CFG
