@@ -98,18 +98,6 @@ def test_a_function_that_does_not_say_enough_is_refused_by_name(function, messag
         schema_of(function)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"value": 1, "unit": "km"},
-        {"value": 1.5, "unit": "mile", "digits": 3.0, "labels": ["a"], "options": {"x": True}, "note": None},
-    ],
-)
-def test_arguments_of_the_right_names_and_types_pass_and_come_back_from_their_text(arguments):
-    assert check_arguments(CONVERT, arguments) == ""
-    assert arguments_of(CONVERT, argument_of(CONVERT, arguments)) == arguments
-
-
 CALL = '{"value": number, "unit": string, "digits": integer (optional), '
 
 
