@@ -241,31 +241,3 @@ def test_the_adapter_export_is_what_peft_reads(tiny_model_dir, run, tmp_path):
     expected = load_file(run[0] / "checkpoints" / "step_000002" / "hf" / "model.safetensors")
     for name, tensor in model.named_parameters():
         torch.testing.assert_close(tensor.detach(), expected[name], atol=1e-6, rtol=1e-6)
-
-
-# ------------------------------------------------------------------------------------------------------------- sampling
-
-
-@pytest.mark.slow
-def test_vllm_samples_from_the_merged_policy(tiny_model_dir, mesh):
-    from arpo.batch import Row
-    from arpo.config.sections import EngineConfig
-    from arpo.engine import Engine, SamplingSpec
-
-    options = EngineConfig(dtype="float32", kv_cache_gib=0.03, max_num_seqs=4, max_num_batched_tokens=128)
-    policy = load(mesh, lora_cfg(tiny_model_dir))
-    engine = Engine(str(tiny_model_dir), options, max_model_len=128, seed=0, load_weights=False)
-    engine.sync_weights(policy.hf_parameters())
-    prompt, tokens, sampled = np.arange(40, 60), [], []
-    engine.submit("a", prompt.tolist(), SamplingSpec(max_tokens=12, seed=1))
-    while engine.num_running:
-        for chunk in engine.step():
-            tokens += chunk.token_ids
-            sampled += chunk.logprobs
-    engine.close()
-    with torch.no_grad():
-        micro = collate([Row(prompt, np.array(tokens), np.ones(len(tokens), np.int64))])
-        logprobs, _ = policy(micro)
-        plain, _ = load_policy(cfg_of(tiny_model_dir), mesh, device=CPU)(micro)
-    torch.testing.assert_close(torch.tensor(sampled), logprobs[0], atol=1e-4, rtol=1e-4)
-    assert (plain - logprobs).abs().max() > 0.05, "the adapters must count for something"
