@@ -325,10 +325,7 @@ def test_with_a_gpus_noise_too_top_p_narrows_what_is_sampled_and_seedless_reques
         assert_matches(chunk, hf_logprobs(hf, prompt, done[request_id].token_ids))
 
 
-@pytest.mark.parametrize("noise", ["own", "gpu"])
-def test_a_seeded_request_gets_the_same_tokens_alone_and_in_a_batch(engine, noise, request):
-    if noise == "gpu":
-        request.getfixturevalue("gpu_noise")
+def test_with_a_gpus_noise_too_a_seeded_request_gets_the_same_tokens_alone_and_in_a_batch(engine, gpu_noise):
     spec = SamplingSpec(max_tokens=20, seed=11)
     alone = run(engine, {"a": (prompt_of(9), spec)})["a"]
     crowd = {f"r{i}": (prompt_of(5 + i, i), SamplingSpec(max_tokens=10 + i, seed=i)) for i in range(6)}
