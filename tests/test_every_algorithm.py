@@ -171,14 +171,6 @@ def test_further_prompts_are_sampled_for_dead_groups_and_mixed_groups_alone_are_
         assert trained == mixed[:4] and all(len(group) == 8 for group in groups.values())
 
 
-def test_forks_chosen_afterwards_are_recorded_with_their_score(metrics_of, world):
-    metrics_of("resampled")
-    trajectories = [t for group in groups_of(world, "resampled", 1).values() for t in group]
-    decisions = [turn["decision"] for t in trajectories for turn in t["turns"] if turn["decision"]]
-    assert any(t["parent_id"] for t in trajectories) and decisions
-    assert all(isinstance(d["score"], float) and d["probability"] is None for d in decisions)
-
-
 # ---- the needs of the options: a knob that a run never reads has no effect in it, so a need of it must be unmet
 
 OUTSIDE_THESE_RUNS = {
