@@ -43,14 +43,6 @@ def assert_alike(world, one: str, other: str, *extra: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_whose_prompts_are_pulled_learns_what_one_does_whose_prompts_are_dealt_out(world):
-    assert len(run(world, "fixed")) == len(run(world, "pull", *PULL)) == 4
-    assert_alike(world, "fixed", "pull")
-    for way in ("fixed", "pull"):  # by engines whose own seeds differ
-        assert {row["sampled_by"] for step in range(1, 5) for row in dumped(world, way, step)} == {0, 1}
-
-
-@pytest.mark.slow
 def test_a_refilled_run_is_the_same_on_one_rank(world, refilled):
     run(world, "alone", *PULL, *REFILL, ranks=1)
     assert_alike(world, "refilled", "alone", "group/resampled_prompts")
