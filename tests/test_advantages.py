@@ -176,22 +176,17 @@ def test_a_credit_that_starts_from_the_rewards_refuses_another_estimator(tmp_pat
         AdvantageConfig(kind=rloo, tree="node")
 
 
-def test_every_way_to_share_credit_covers_the_trajectories_that_teach():
+def test_soft_credit_is_the_advantage_at_every_token_of_what_teaches():
     group = branched_group()
-    taught = {t.trajectory_id: t for t in group.trajectories if t.advantage is not None}
-    lengths = {name: len(t.token_ids) for name, t in taught.items()}
-    credits = {tree: credit(group, AdvantageConfig()) for tree, credit in TREE_CREDITS.items()}
-    for tree, found in credits.items():
-        assert {name: len(values) for name, values in found.items()} == lengths, tree
-    assert all(set(values) == {taught[name].advantage} for name, values in credits["soft"].items())
+    taught = [t for t in group.trajectories if t.advantage is not None]
+    soft = TREE_CREDITS["soft"](group, AdvantageConfig())
+    assert {name: list(values) for name, values in soft.items()} == {
+        t.trajectory_id: [t.advantage] * len(t.token_ids) for t in taught
+    }
 
 
 def test_who_needs_a_critic_is_known_by_where_the_estimator_is_listed():
     assert AdvantageConfig(kind="gae").needs_critic and not AdvantageConfig(kind="grpo").needs_critic
-    with pytest.raises(
-        ValueError, match=r"advantage\.kind='grop' is unknown; did you mean 'grpo'\? use one of grpo, gae"
-    ):
-        AdvantageConfig(kind="grop")
 
 
 def test_a_dead_group_is_one_with_equal_rewards_after_the_kl_penalty():

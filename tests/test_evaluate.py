@@ -54,6 +54,7 @@ def world(tmp_path_factory) -> Path:
     (folder / "corpus.jsonl").write_text('{"title": "otter", "text": "otters swim"}\n')
     rows = [{"question": f"q{i}?", "answer": "42", "data_source": "gsm8k"} for i in range(3)]
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "gaia.jsonl").write_text(json.dumps(rows[0]))
     return folder
 
 
@@ -312,9 +313,11 @@ def test_a_run_that_its_server_left_continues_with_the_next_one(world, evaluate_
         ({"tools__search__mode": "replay_strict"}, r"tools\.search\.cache is empty, and mode replay_strict reads it"),
         ({"eval__num_muted": "-1"}, "num_muted=-1 must be at least 0"),
         ({"eval__max_prompt_tokens": "10"}, "exceed max_prompt_tokens=10"),
+        ({"eval__benchmarks": "gaia", "eval__files": "@WORLD@/gaia.jsonl"}, "gaia.jsonl has the name of another set"),
     ],
 )
 def test_bad_input_is_found_before_anything_is_generated(world, server, evaluate_here, changes, words, tmp_path):
+    changes = {name: value.replace("@WORLD@", str(world)) for name, value in changes.items()}
     with pytest.raises(UserError, match=words):
         evaluate_here(*server_flags(world, server, "bad", **{"run__dir": str(tmp_path)} | changes))
     assert not list(tmp_path.rglob("trajectories/*.jsonl"))
@@ -332,10 +335,3 @@ def test_bad_input_is_found_before_anything_is_generated(world, server, evaluate
 def test_bad_flags_are_one_line(flags, words, evaluate_here):
     with pytest.raises(UserError, match=words):
         evaluate_here(*flags)
-
-
-def test_two_sets_of_one_name_are_refused(world, server, evaluate_here, tmp_path):
-    (tmp_path / "gaia.jsonl").write_text('{"question": "q", "answer": "a"}\n')
-    flags = {"eval__benchmarks": "gaia", "eval__files": str(tmp_path / "gaia.jsonl"), "run__dir": str(tmp_path)}
-    with pytest.raises(UserError, match=r"gaia\.jsonl has the name of another set"):
-        evaluate_here(*server_flags(world, server, "bad", **flags))

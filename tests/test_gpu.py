@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.gpu import MARKS, ON_GPU, assert_close, skip_unless_here, some_rows
+from helpers.models import row_by_row
 
 from arpo.batch import MicroBatch, Row, collate
 from arpo.checkpoint import Checkpoints
@@ -54,10 +55,14 @@ def scores(policy: Policy, micro: MicroBatch, *, backward: bool = True) -> tuple
     with torch.set_grad_enabled(backward):
         logprobs, entropies = policy(micro)
     if backward:
-        weights = 1 + torch.arange(logprobs.numel(), device=logprobs.device).view_as(logprobs) % 3
-        ((logprobs * weights).sum() + 0.1 * entropies.sum()).backward()
+        weighted_sum(logprobs, entropies).backward()
     parameters = policy.hf_parameters() if backward else ()
     return logprobs.detach().cpu(), {name: p.grad.full_tensor().float().cpu() for name, p in parameters}
+
+
+def weighted_sum(logprobs: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
+    weights = 1 + torch.arange(logprobs.numel(), device=logprobs.device).view_as(logprobs) % 3
+    return (logprobs * weights).sum() + 0.1 * entropies.sum()
 
 
 def used_bytes() -> int:
@@ -81,27 +86,12 @@ def test_fsdp2_on_the_device_computes_what_the_plain_model_does(load, ranks, tin
     rows = some_rows(3, 20, 40)
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32, attn_implementation="eager")
     ours, gradients = scores(load(dtype), collate(rows, range(3)).to(ranks.device))
-    expected, plain_gradients = scores_of_plain_model(plain, rows)
-    assert_close(ours, expected, TOLERANCE[dtype])
-    for name, gradient in plain_gradients.items():
-        assert_close(gradients[name], gradient, TOLERANCE[dtype] * 2)
-
-
-def scores_of_plain_model(plain, rows: list[Row]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Row by row, all logits, autograd."""
-    longest = max(len(row.response_ids) for row in rows)
-    logprobs, entropies = torch.zeros(2, len(rows), longest).unbind(0)
-    logprobs, entropies = logprobs.clone(), entropies.clone()
-    for b, row in enumerate(rows):
-        ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids]))
-        log_p = plain(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)[len(row.prompt_ids) - 1 : -1]
-        mask = torch.from_numpy(row.loss_mask).bool()
-        targets = torch.from_numpy(row.response_ids)[:, None]
-        logprobs[b, : len(mask)] = log_p.gather(1, targets)[:, 0] * mask
-        entropies[b, : len(mask)] = -(log_p.exp() * log_p).sum(-1) * mask
-    weights = 1 + torch.arange(logprobs.numel()).view_as(logprobs) % 3
-    ((logprobs * weights).sum() + 0.1 * entropies.sum()).backward()
-    return logprobs.detach(), {name: p.grad for name, p in plain.named_parameters()}
+    pairs = zip(*row_by_row(plain, rows, 1.0), strict=True)
+    expected = [torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in pairs]
+    weighted_sum(*expected).backward()
+    assert_close(ours, expected[0].detach(), TOLERANCE[dtype])
+    for name, parameter in plain.named_parameters():
+        assert_close(gradients[name], parameter.grad, TOLERANCE[dtype] * 2)
 
 
 @pytest.mark.parametrize("attention", ["varlen", "flash_attention_2"])

@@ -3,20 +3,16 @@
 As in test_gpu.py, the kit runs each test in a process of its own, and its --device cpu mode runs what the CPU has.
 """
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
+from helpers.gpu import MARKS, ON_GPU
 
 from arpo.config.sections import EngineConfig
 from arpo.engine.noise import compile_draw, draw, row_keys, token_offsets
 
-ON_GPU = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ON_GPU and os.environ.get("ARPO_GPU_KIT") != "cpu", reason="needs an NVIDIA GPU"),
-]
+pytestmark = MARKS
 CFG = EngineConfig(
     dtype="bfloat16" if ON_GPU else "float32", gpu_memory_utilization=0.2, kv_cache_gib=0.03, max_num_seqs=8
 )

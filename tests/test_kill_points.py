@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.models import searching_model
 from helpers.runs import differing
+from helpers.saving import tensors_of
 from helpers.toy_run import build_toy_world, train, train_and_kill
 
 # What is called when the rank dies, at which call since the start of the process, and which rank.
@@ -73,10 +74,12 @@ def whole(world) -> Path:
 
 
 def check(whole: Path, killed: Path) -> None:
-    """They have the same numbers and the same weights."""
+    """They have the same numbers, the same weights, and the same moments of them."""
     assert differing(whole, killed) == []
+    newest, expected = (run / "checkpoints" / "step_000024" for run in (killed, whole))
     weights = [(run / "hf" / "model.safetensors").read_bytes() for run in (whole, killed)]
-    assert weights[0] == weights[1] and (killed / "hf").resolve() == killed / "checkpoints" / "step_000024" / "hf"
+    assert weights[0] == weights[1] and (killed / "hf").resolve() == newest / "hf"
+    assert tensors_of(newest) == tensors_of(expected) and len(tensors_of(newest)) == 2
 
 
 @pytest.mark.slow

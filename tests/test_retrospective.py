@@ -247,19 +247,3 @@ def test_a_group_in_which_all_failed_is_filled_with_roots(selector):
     branching = BranchingConfig(selector=selector, num_initial_rollouts=2)
     [g] = play(call_then_answer, branching=branching, tools=[dead])
     assert [t.trajectory_id for t in g.trajectories] == ["0", "1", "2", "3"]
-
-
-def test_neither_what_an_error_of_ours_ended_nor_its_branches_are_forked():
-    def script(_prompt, path, turn):
-        if path == "0" and turn == 1:
-            return "<search>die</search>", 5.0
-        return (CALL, 0.5) if turn == 0 else (ANSWER, 0.5)
-
-    def reply(argument):
-        died = argument == "die"
-        return ToolResult("died", ok=not died, error_kind="sandbox" if died else None, infra_error=died)
-
-    branching = BranchingConfig(selector="top_h", num_initial_rollouts=2)
-    [g] = play(script, cfg=replace(SHORT, group_size=5), branching=branching, tools=[EchoTool("search", reply)])
-    assert [t.trajectory_id for t in g.trajectories] == ["0", "1", "1.0", "1.1", "1.2"]
-    assert g.trajectories[0].stop_reason == StopReason.ERROR

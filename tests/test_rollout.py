@@ -125,8 +125,7 @@ def test_children_share_the_parents_prefix_tokens_and_logprobs():
 @pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("selector", ["arpo", "aepo", "random", "none", "top_h"])
 def test_groups_hold_exactly_n_distinct_trajectories_whatever_happens(script, size, selector):
-    dynamic = selector == "aepo"
-    branching = BranchingConfig(selector=selector, num_initial_rollouts=1, dynamic_budget=dynamic)
+    branching = BranchingConfig(selector=selector, num_initial_rollouts=1, dynamic_budget=selector == "aepo")
     [group] = play(script, cfg=RolloutConfig(group_size=size, max_response_tokens=800), branching=branching)
     assert len({t.trajectory_id for t in group.trajectories}) == size
 
@@ -203,12 +202,10 @@ def test_aepo_keeps_the_pre_monitoring_trajectory_as_one_of_its_roots():
     aepo = BranchingConfig(selector="aepo", dynamic_budget=True, base=0.0, num_initial_rollouts=1)
     engine = ScriptedEngine(TOKENIZER, script)
     [group] = play(None, engine=engine, cfg=RolloutConfig(group_size=8), branching=aepo)
-    roots = [t for t in group.trajectories if t.parent_id is None]
-    assert len(roots) == 8
+    assert [t.parent_id for t in group.trajectories] == [None] * 8
     assert [r[0] for r in engine.submitted[:3]] == ["p0|0|0", "p0|0|1", "p0|1|0"]
     assert len(engine.submitted) == 2 * 8
-    left = {t.turns[1].decision.budget_left for t in group.trajectories if t.turns[1].decision}
-    assert left == {8 - 5}
+    assert {t.turns[1].decision.budget_left for t in group.trajectories if t.turns[1].decision} == {8 - 5}
 
 
 def test_aepo_penalty_counts_consecutive_branching_decisions_of_the_chain():

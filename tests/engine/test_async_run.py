@@ -39,7 +39,7 @@ def run(world: Path, name: str, prepare, *flags: str) -> Path:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--branching.selector", "arpo"),
+        ("--branching.selector", "arpo", "--branching.compat", "upstream"),  # which reads the top logprobs
         ("--rollout.dispatch", "pull", "--advantage.dead_groups", "resample"),
     ],
     ids=["dealt", "refilled"],

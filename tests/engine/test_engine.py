@@ -1,20 +1,15 @@
 """The engine is a real vLLM on CPU, in float32; the reference is always the Hugging Face model's own forward pass."""
 
 import itertools
-import os
 import random
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.models import build_tiny_model
-from safetensors.torch import load_file, save_file
+from helpers.models import build_tiny_model, load_hf
 
 from arpo.config.sections import EngineConfig
 from arpo.engine import Chunk, Engine, SamplingSpec
@@ -27,12 +22,6 @@ CFG = EngineConfig(
 )
 MAX_MODEL_LEN = 256
 END_TOKEN_IDS = (296, 298)  # <|endoftext|>, <|im_end|>
-
-
-def load_hf(folder):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +38,9 @@ def tokenizer(tiny_model_dir):
 
 @pytest.fixture(scope="module")
 def shared_engine(tiny_model_dir):
+    random_state = torch.get_rng_state()
     engine = Engine(str(tiny_model_dir), CFG, max_model_len=MAX_MODEL_LEN, seed=0)
+    assert torch.equal(random_state, torch.get_rng_state()), "vLLM seeded the trainer's generator"
     yield engine
     engine.close()
 
@@ -333,10 +324,7 @@ def test_with_a_gpus_noise_too_top_p_narrows_what_is_sampled_and_seedless_reques
         assert_matches(chunk, hf_logprobs(hf, prompt, done[request_id].token_ids))
 
 
-@pytest.mark.parametrize("noise", ["own", "gpu"])
-def test_a_seeded_request_gets_the_same_tokens_alone_and_in_a_batch(engine, noise, request):
-    if noise == "gpu":
-        request.getfixturevalue("gpu_noise")
+def test_with_a_gpus_noise_too_a_seeded_request_gets_the_same_tokens_alone_and_in_a_batch(engine, gpu_noise):
     spec = SamplingSpec(max_tokens=20, seed=11)
     alone = run(engine, {"a": (prompt_of(9), spec)})["a"]
     crowd = {f"r{i}": (prompt_of(5 + i, i), SamplingSpec(max_tokens=10 + i, seed=i)) for i in range(6)}
@@ -422,19 +410,6 @@ def test_after_sleep_and_wake_up_a_sync_makes_it_sample_again(engine, hf):
     assert_samples_like(engine, hf)
 
 
-@pytest.mark.slow
-def test_two_ranks_sync_from_fsdp2_shards_without_a_word_on_the_terminal(tiny_model_dir):
-    script = Path(__file__).parents[1] / "helpers" / "engine_ranks.py"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"PYTHONPATH": str(script.parents[2])}
-    done = subprocess.run(
-        [*torchrun, script, tiny_model_dir], env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(done.stdout.split()) == ["rank0:ok", "rank1:ok"]
-    assert done.stderr == ""
-
-
 # ------------------------------------------------------------------------------------------- bad input
 
 
@@ -448,30 +423,15 @@ def truncate_weights(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
 
 
-def edit_weights(edit) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        weights = load_file(folder / "model.safetensors")
-        edit(weights)
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-    return damage
-
-
-MISSING = edit_weights(lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
-MISSHAPEN = edit_weights(lambda weights: weights.update({"model.norm.weight": torch.ones(5)}))
-
-
 @pytest.mark.parametrize(
     "damage, message",
     [
         (lambda folder: (folder / "model.safetensors").unlink(), r"no weights \(\*\.safetensors\)"),
         (rename_architecture, "Transformers does not recognize this architecture"),
         (truncate_weights, "not a valid safetensors file"),
-        (MISSING, "1 weights are missing, model.layers.1.mlp.up_proj.weight first"),
-        (MISSHAPEN, r"model.norm.weight has shape \(5,\), config.json says \(64,\)"),
         (None, "engine.kv_cache_gib"),
     ],
-    ids=["no weights", "unknown architecture", "truncated", "missing", "wrong shape", "small cache"],
+    ids=["no weights", "unknown architecture", "truncated", "small cache"],
 )
 def test_what_cannot_be_loaded_is_a_user_error_in_one_line(tmp_path, damage, message, capfd):
     folder, cfg = build_tiny_model(tmp_path), CFG

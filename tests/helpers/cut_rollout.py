@@ -69,10 +69,6 @@ class CutEngine(ScriptedEngine):
             )
         return chunks
 
-    def abort(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self._running.pop(request_id, None)
-
 
 class PunctualRunner(ToolRunner):
     """Hands out the results of all calls at once, in the order of their start, so that a run has but one course."""
@@ -93,21 +89,16 @@ class PunctualRunner(ToolRunner):
 
 
 def sampler_with(ranks: Ranks, script, tools, cfg, branching, *, score=None, runner=ToolRunner, per_step=7) -> Sampler:
-    engine = CutEngine(TOKENIZER, script, per_step)
-    console = Console(is_main=False)
-    tools = runner({t.tag: t for t in tools})
-    on_group = getattr(score, "on_group", None)
     return Sampler(
-        engine=engine,
-        tools=tools,
+        engine=CutEngine(TOKENIZER, script, per_step),
+        tools=runner({t.tag: t for t in tools}),
         codec=CODEC,
         team=Team(ranks),
-        log=console,
+        log=Console(is_main=False),
         seed=0,
         rollout=cfg,
         branching=branching,
         score=score,
-        on_group=on_group,
     )
 
 
@@ -117,13 +108,6 @@ def random_tree(prompt_id: str, path: str, turn: int) -> tuple[str, float]:
     think = f"<think>{'word ' * rng.choice([0, 1, 8, 30])}</think>"
     call = rng.random() < 0.6 and turn < 4
     return think + (f"<search>{turn}@{path}</search>" if call else "<answer>\\boxed{1}</answer>"), rng.uniform(0.2, 2.0)
-
-
-def make(
-    ranks: Ranks, script, tools, cfg, branching, *, num_prompts: int, score=None, runner=ToolRunner, per_step=7
-) -> CarryOver:
-    sampler = sampler_with(ranks, script, tools, cfg, branching, score=score, runner=runner, per_step=per_step)
-    return CarryOver(sampler, num_prompts)
 
 
 def train(carry: CarryOver, prompts: list, first: int, last: int, num_steps: int, num_drawn: int = 0) -> list[list]:

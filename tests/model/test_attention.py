@@ -1,4 +1,4 @@
-"""Attention row by row, against every score written down and masked."""
+"""Attention row by row, against every score written down and masked. In whole models: test_families.py."""
 
 import contextlib
 import sys
@@ -9,11 +9,10 @@ import pytest
 import torch
 from fake_gpu.fake_cuda import CUDA, fake_cuda
 from fake_gpu.flash_kernels import flash_kernels
-from helpers.models import build_tiny_model, random_rows
+from helpers.models import random_rows
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from arpo.batch import RowPaths, collate
+from arpo.batch import RowPaths
 from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
 from arpo.model import load_policy
@@ -186,34 +185,6 @@ def test_no_row_length_waits_for_a_plan_of_cudnns():
 def test_what_a_layer_may_ask_for_and_rows_do_not_know_is_refused():
     with pytest.raises(AssertionError, match="does not know softcap"):
         with_rows_only(attend_by_sdpa)(None, *random_heads(8), None, paths=PACKED, softcap=30.0)
-
-
-@pytest.fixture(scope="module")
-def sliding(tmp_path_factory):
-    """A model whose second layer sees 4 tokens back."""
-    folder = build_tiny_model(tmp_path_factory.mktemp("sliding"))
-    config = AutoConfig.from_pretrained(folder)
-    config.use_sliding_window, config.sliding_window = True, 4
-    config.layer_types = ["full_attention", "sliding_attention"] * (config.num_hidden_layers // 2)
-    config.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("cut", [collate, collate_tree], ids=["packed", "tree"])
-def test_sliding_windows_are_those_of_transformers(sliding, cut, mesh):
-    rows = random_rows(((6, 8), (6, 13)))
-    rows[1].prompt_ids[:] = rows[0].prompt_ids
-    micro = cut(rows, range(2))
-    hf = AutoModelForCausalLM.from_pretrained(sliding, attn_implementation="sdpa", dtype=torch.float32)
-    with torch.no_grad():
-        cfg = ModelConfig(str(sliding), compute_dtype="float32", recompute_every_n_layers=0)
-        logprobs, _ = load_policy(cfg, mesh, device=CPU)(micro)
-        for b, row_id in enumerate(micro.row_ids):
-            row = rows[row_id]
-            ids = torch.cat([torch.as_tensor(row.prompt_ids), torch.as_tensor(row.response_ids)])
-            of_all = F.log_softmax(hf(input_ids=ids[None]).logits[0, :-1], dim=-1)
-            expected = of_all.gather(1, ids[1:, None])[len(row.prompt_ids) - 1 :, 0] * torch.as_tensor(row.loss_mask)
-            torch.testing.assert_close(logprobs[b, : len(expected)], expected.float(), atol=1e-5, rtol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------- which one is taken

@@ -1,22 +1,16 @@
-"""The critic on a real (tiny) model: what it reads, what it learns, and that it is saved with the policy."""
+"""The critic on a real (tiny) model: what it reads and what it learns. That it is saved: test_every_algorithm.py."""
 
-import hashlib
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers.models import assert_close_by_name, cfg_of, random_rows
 from helpers.ranks import ranks_of, run_ranks
-from torch.distributed.tensor import DTensor
 
 from arpo.batch import Row, collate, microbatches
-from arpo.checkpoint import Checkpoints
-from arpo.checkpoint.snapshot import snapshot
 from arpo.config.sections import OptimConfig
 from arpo.metrics import Metrics
-from arpo.model import load_policy
 from arpo.model.critic import TrainedCritic, fill_values, load_critic, value_loss
 from arpo.model.optim import build_optimizer
 from arpo.tree import tree_microbatches
@@ -108,52 +102,6 @@ def test_loss_and_gradients_do_not_depend_on_microbatches_or_world_size(tiny_mod
         for other_metrics, others in run_ranks(world_size, gradients, str(tiny_model_dir), 21, layout):
             assert other_metrics == pytest.approx(metrics, rel=1e-5)
             assert_close_by_name(others, expected)
-
-
-# -------------------------------------------------------------------------------------------------------------- resume
-
-
-def digest(model, optimizer) -> str:
-    sha = hashlib.sha256()
-    for p in model.parameters():
-        for tensor in [p.detach(), *optimizer.state.get(p, {}).values()]:
-            sha.update((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numpy().tobytes())
-    return sha.hexdigest()
-
-
-def train(ranks, folder: str, run: str, last_step: int, save_at: tuple[int, ...]) -> dict[int, tuple[str, str]]:
-    """From wherever the run is; the policy learns from step 3 on. This rank's digests of policy and critic by step."""
-    policy = load_policy(cfg_of(folder), ranks.mesh, device=CPU)
-    critic = load_critic(cfg_of(folder), ranks.mesh, device=CPU)
-    optimizer, critic_optimizer = build_optimizer(policy, OPTIM), build_optimizer(critic, OPTIM)
-    trained = TrainedCritic(critic, critic_optimizer, OPTIM, num_updates=last_step)
-    checkpoints = Checkpoints(Path(run), ranks)
-    digests = {}
-    for step in range(checkpoints.resume(policy, optimizer, trained) + 1, last_step + 1):
-        micros = microbatches(random_rows(LENGTHS), ranks.rank, ranks.world_size, 30)
-        fill_values(critic, micros)
-        for micro in micros:
-            micro.returns = step * 0.1 * micro.loss_mask
-        trained.update(micros, step - 1, ranks)
-        if step > 2:
-            for micro in micros:
-                (-policy(micro)[0].sum()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        digests[step] = digest(policy, optimizer) if step > 2 else "", digest(critic, critic_optimizer)
-        if step in save_at:
-            checkpoints.write(step, snapshot(policy, optimizer, trained))
-    return digests
-
-
-@pytest.mark.slow
-def test_a_run_with_a_critic_continues_bit_for_bit_even_from_within_its_warmup(tiny_model_dir, tmp_path):
-    """A save while the policy's optimizer has done nothing must not count as its first step."""
-    undisturbed = run_ranks(2, train, str(tiny_model_dir), str(tmp_path / "undisturbed"), 4, ())
-    run_ranks(2, train, str(tiny_model_dir), str(tmp_path / "saved"), 1, (1,))
-    resumed = run_ranks(2, train, str(tiny_model_dir), str(tmp_path / "saved"), 4, (2,))
-    assert [sorted(rank) for rank in resumed] == [[2, 3, 4], [2, 3, 4]]
-    assert resumed == [{step: rank[step] for step in (2, 3, 4)} for rank in undisturbed]
 
 
 @pytest.mark.parametrize(

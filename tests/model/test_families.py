@@ -65,13 +65,13 @@ EXACT = {
 
 @pytest.mark.parametrize("family", EXACT)
 def test_rows_together_give_the_logprobs_and_gradients_of_each_row_alone(family, mesh, tmp_path):
-    """By transformers' own forward pass and attention, in float32."""
+    """By transformers' own forward pass and attention, in float32, at another temperature than 1."""
     config = config_of(family, **EXACT[family])
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     hf.save_pretrained(tmp_path)
     rows = some_rows()
-    pairs = list(row_by_row(hf, rows, 1.0))
+    pairs = list(row_by_row(hf, rows, 0.7))
     alone = [torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in zip(*pairs, strict=True)]
     some_loss(*alone).backward()
     expected = {name: p.grad for name, p in hf.named_parameters()}
@@ -80,7 +80,7 @@ def test_rows_together_give_the_logprobs_and_gradients_of_each_row_alone(family,
     for collated, recompute in ((collate, 0), (collate_tree, 1)):
         micro = collated(rows, range(len(rows)))
         policy = load_policy(cfg_of(tmp_path, recompute_every_n_layers=recompute), mesh, device=CPU)
-        outputs = policy(micro)
+        outputs = policy(micro, 0.7)
         for ours, theirs in zip(outputs, alone, strict=True):
             torch.testing.assert_close(ours, theirs[list(micro.row_ids)], atol=3e-6, rtol=1e-6)
         some_loss(*outputs).backward()

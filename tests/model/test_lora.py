@@ -83,10 +83,8 @@ def two_ranks(ranks, folder: str, dtype: str):
     merged = {n: t.clone() for n, t in full_tensors(policy.hf_parameters(), dtype=torch.float32, device=CPU)}
     with torch.no_grad():
         logprobs, _ = policy(collate(random_rows()))
-    optimizer = build_optimizer(policy, OptimConfig(lr=1e-2))
-    policy.hf_parameters()
     before = {n: p.detach().full_tensor() for n, p in policy.trained_parameters().items()}
-    step(policy, optimizer)
+    step(policy, build_optimizer(policy, OptimConfig(lr=1e-2)))
     after = {n: p.detach().full_tensor() for n, p in policy.trained_parameters().items()}
     return merged, logprobs, before, after
 
@@ -111,8 +109,7 @@ def test_any_number_of_ranks_starts_and_steps_alike(tiny_model_dir, float32_rank
     step(policy, build_optimizer(policy, OptimConfig(lr=1e-2)))
     after = {n: p.detach().full_tensor() for n, p in policy.trained_parameters().items()}
     assert all(torch.equal(before[n], float32_ranks[1][2][n]) for n in before)
-    moved = [(after[n] - float32_ranks[1][3][n]).abs().max() < 1e-3 for n in after]
-    assert sum(moved) == len(moved)
+    assert all((after[n] - float32_ranks[1][3][n]).abs().max() < 1e-3 for n in after)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -241,31 +238,3 @@ def test_the_adapter_export_is_what_peft_reads(tiny_model_dir, run, tmp_path):
     expected = load_file(run[0] / "checkpoints" / "step_000002" / "hf" / "model.safetensors")
     for name, tensor in model.named_parameters():
         torch.testing.assert_close(tensor.detach(), expected[name], atol=1e-6, rtol=1e-6)
-
-
-# ------------------------------------------------------------------------------------------------------------- sampling
-
-
-@pytest.mark.slow
-def test_vllm_samples_from_the_merged_policy(tiny_model_dir, mesh):
-    from arpo.batch import Row
-    from arpo.config.sections import EngineConfig
-    from arpo.engine import Engine, SamplingSpec
-
-    options = EngineConfig(dtype="float32", kv_cache_gib=0.03, max_num_seqs=4, max_num_batched_tokens=128)
-    policy = load(mesh, lora_cfg(tiny_model_dir))
-    engine = Engine(str(tiny_model_dir), options, max_model_len=128, seed=0, load_weights=False)
-    engine.sync_weights(policy.hf_parameters())
-    prompt, tokens, sampled = np.arange(40, 60), [], []
-    engine.submit("a", prompt.tolist(), SamplingSpec(max_tokens=12, seed=1))
-    while engine.num_running:
-        for chunk in engine.step():
-            tokens += chunk.token_ids
-            sampled += chunk.logprobs
-    engine.close()
-    with torch.no_grad():
-        micro = collate([Row(prompt, np.array(tokens), np.ones(len(tokens), np.int64))])
-        logprobs, _ = policy(micro)
-        plain, _ = load_policy(cfg_of(tiny_model_dir), mesh, device=CPU)(micro)
-    torch.testing.assert_close(torch.tensor(sampled), logprobs[0], atol=1e-4, rtol=1e-4)
-    assert (plain - logprobs).abs().max() > 0.05, "the adapters must count for something"

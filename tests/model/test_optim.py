@@ -1,5 +1,4 @@
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from arpo.checkpoint import Checkpoints
 from arpo.checkpoint.snapshot import snapshot
 from arpo.config.sections import OptimConfig
 from arpo.model import load_policy
-from arpo.model.optim import MOMENTS, build_optimizer, clip_grad_norm, local, lr_factor, set_learning_rate
+from arpo.model.optim import MOMENTS, build_optimizer, clip_grad_norm, lr_factor, set_learning_rate
 
 
 def factors(num_updates: int, **options) -> list[float]:
@@ -113,48 +112,7 @@ def test_it_is_fused_and_steps_sharded_parameters_like_the_plain_one_and_reads_i
             torch.testing.assert_close(outcome[name], parameter, rtol=1e-4, atol=1e-4, msg=name)
 
 
-# ---- moments in host memory
-
-
-def three_steps(ranks, model: str, folder: str, offload: bool) -> tuple[list, bool]:
-    """After each of three steps and after the last one again, resumed from step 2: this rank's parameters and moments.
-    And whether the moments of two steps lie in the same memory."""
-    cfg = OptimConfig(lr=1e-2, weight_decay=0.1, offload=offload)
-    checkpoints = Checkpoints(Path(folder), ranks)
-
-    def load():
-        policy = load_policy(cfg_of(model), ranks.mesh, device=torch.device("cpu"))
-        return policy, build_optimizer(policy, cfg)
-
-    def state(policy, optimizer) -> list[bytes]:
-        moments = [value for p in policy.parameters() for value in optimizer.state[p].values()]
-        return [local(t.detach()).numpy().tobytes() for t in (*policy.parameters(), *moments)]
-
-    (policy, optimizer), found, homes = load(), [], set()
-    for step in (1, 2, 3):
-        steps(policy, optimizer, 1)
-        found.append(state(policy, optimizer))
-        homes.add(tuple(local(s["exp_avg"]).data_ptr() for s in optimizer.state.values()))
-        if step == 2:
-            checkpoints.write(step, snapshot(policy, optimizer))
-    policy, optimizer = load()
-    assert checkpoints.resume(policy, optimizer) == 2
-    steps(policy, optimizer, 1)
-    return [*found, state(policy, optimizer)], len(homes) == 1
-
-
-@pytest.mark.slow
-def test_moments_in_host_memory_change_no_digit_over_steps_and_a_resume(tiny_model_dir, tmp_path):
-    """Sharded over two ranks, which hold unequal parts. The files of a checkpoint are the same ones too."""
-    outcomes, files = {}, {}
-    for offload in (False, True):
-        folder = tmp_path / str(offload)
-        outcomes[offload] = run_ranks(2, three_steps, str(tiny_model_dir), str(folder), offload)
-        files[offload] = {p.name: p.read_bytes() for p in (folder / "step_000002").glob("*.distcp")}
-    for (plain, _), (offloaded, in_one_place) in zip(*outcomes.values(), strict=True):
-        assert offloaded == plain and in_one_place
-        assert plain[2] == plain[3] != plain[1]
-    assert files[False] == files[True] and len(files[True]) == 2
+# ---- moments in host memory, of which test_kill_points.py has a whole run
 
 
 def test_between_steps_the_moments_are_those_of_the_host_and_in_a_step_they_are_not():

@@ -31,12 +31,6 @@ def test_a_call_is_what_stands_between_the_last_opening_tag_and_its_closing_one(
     assert call.error.startswith(error) and bool(call.error) == bool(error)
 
 
-def test_special_tokens_inside_a_result_are_plain_characters(codec):
-    _, ids = codec.encode_result("a<|im_end|>b", 1000)
-    assert codec.tokenizer.eos_token_id not in ids
-    assert codec.tokenizer.decode(ids) == " <result>\na<|im_end|>b\n</result>"
-
-
 @pytest.mark.parametrize("budget", [45, 57, 100, 199])
 def test_a_long_result_is_cut_to_its_budget_with_a_visible_mark(codec, budget):
     text, ids = codec.encode_result("x€" * 300, budget)

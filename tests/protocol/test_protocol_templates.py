@@ -7,7 +7,6 @@ from helpers.families import BEGIN, EOS, FAMILIES, TEMPLATES, codec_of, dialogue
 
 from arpo.errors import UserError
 from arpo.protocol import TagsCodec
-from arpo.protocol.tags import merge_tool_messages
 
 DEFAULT_SYSTEM = {
     "qwen2_5": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
@@ -62,13 +61,6 @@ def test_a_tool_dialogue_is_one_turn_whose_results_are_masked(family, system):
         (f"<think> so </think><answer> \\boxed{{2}} </answer>{EOS[family]}", 1),
         *after(family),
     ]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_trajectory_inside_one_turn_gives_the_tokens_of_the_dialogue(family):
-    codec = codec_of(family)
-    turns = dialogue("s:x", "u:q", "a:<think> a </think><search> s </search>", "t:r", "a:<think> b </think>done")
-    assert codec.render_conversation(turns) == codec.render_conversation(merge_tool_messages(turns))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,6 +1,7 @@
 """Groups that are carried from step to step: nothing is lost, nothing comes twice, no cut can be seen.
 
-On a scripted engine, whose output does not depend on the step; test_carry_over_run.py has real ranks and real engines.
+On a scripted engine, whose output does not depend on the step; test_carry_over_run.py has real ranks and real engines,
+and test_validation.py what runs beside it.
 """
 
 import gzip
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from helpers.cut_rollout import CutEngine, PunctualRunner, advance, moved, plain, play_cut, saved, train
 from helpers.fakes import EchoTool
 from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, prompt, score
-from helpers.stateful import ForkedNotes, Notes, shared_texts, sharing
+from helpers.stateful import ForkedNotes, shared_texts, sharing
 
 from arpo.errors import UserError
 from arpo.growing import GroupState
@@ -214,41 +215,6 @@ def test_staleness_counts_each_sampled_token_with_the_trajectory_that_sampled_it
         "carry_over/staleness": pytest.approx(10 / 6), "carry_over/staleness_max": 3.0, "carry_over/tokens": 4.0,
         "carry_over/groups": 1.0,
     }  # fmt: skip
-
-
-# ---- what runs beside it
-
-
-@pytest.mark.parametrize("kind", [Notes, ForkedNotes])
-@pytest.mark.parametrize("limit", [0, 1, 4])
-def test_a_validation_in_between_disturbs_no_session_and_waits_for_none(kind, limit):
-    """Same prompts, same names of trajectories, and as many sessions as the tool has places."""
-    tool = kind(max_sessions=limit, jitter_s=0.001)
-    cfg = replace(WORLD, group_size=4)
-    branching = BranchingConfig(selector="random", base=1.0, num_initial_rollouts=2, entropy_tokens=4)
-    prompts, num_between = [prompt(f"p{i}") for i in range(2)], 0
-    script = lambda _p, path, turn: f"<search>{turn}@{path}</search>" if turn < 3 else ANSWER  # noqa: E731
-    runner = ToolRunner({"search": tool})
-
-    def validate():
-        nonlocal num_between
-        num_between += 1
-        greedy = replace(cfg, group_size=1)
-        groups = rollout(prompts, CutEngine(TOKENIZER, script), runner, CODEC, greedy, NONE, seed=1)
-        check(groups)
-
-    def check(groups):
-        for t in (t for group in groups for t in group.trajectories):
-            arguments = [call.argument for call in t.tool_calls]
-            assert [call.result for call in t.tool_calls] == [" ".join(arguments[: n + 1]) for n in range(3)]
-
-    try:
-        loop = Rollout(CutEngine(TOKENIZER, script, 5), runner, CODEC, cfg, branching)
-        groups = play_cut(loop, prompts, random.Random(0), share=0.4, between=validate)
-    finally:
-        runner.close()
-    check(groups)
-    assert num_between > 1 and tool.num_open == 0 and (not limit or tool.most_open <= limit)
 
 
 # ---- checkpoints

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.cut_rollout import CutEngine, make, make_punctual, saved, train
+from helpers.cut_rollout import CutEngine, make_punctual, sampler_with, saved, train
 from helpers.fakes import EchoTool
 from helpers.files import read_jsonl
 from helpers.kill import run_until_killed
@@ -18,6 +18,7 @@ from helpers.toy_run import build_toy_world
 from arpo.log import read_metrics
 from arpo.options import BranchingConfig, RolloutConfig
 from arpo.sampling.carried_state import restore
+from arpo.sampling.carry_over import CarryOver
 
 NONE = BranchingConfig(selector="none", num_initial_rollouts=2)
 CFG = RolloutConfig(
@@ -36,7 +37,7 @@ def uneven(prompt_id: str, path: str, turn: int) -> str:
 def scripted_steps(ranks, dispatch: str, folder: str, first: int, last: int) -> list[list[str]]:
     """Each step's prompts; rank 1 has the slower engine."""
     cfg = replace(CFG, dispatch=dispatch)
-    carry = make(ranks, uneven, [EchoTool("search", "found", jitter_s=0.01)], cfg, NONE, num_prompts=4)
+    carry = CarryOver(sampler_with(ranks, uneven, [EchoTool("search", "found", jitter_s=0.01)], cfg, NONE), 4)
     prompts = [prompt(f"p{i}") for i in range(24)]
 
     class Slower(CutEngine):

@@ -43,28 +43,11 @@ def assert_alike(world, one: str, other: str, *extra: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_whose_prompts_are_pulled_learns_what_one_does_whose_prompts_are_dealt_out(world):
-    assert len(run(world, "fixed")) == len(run(world, "pull", *PULL)) == 4
-    assert_alike(world, "fixed", "pull")
-    for way in ("fixed", "pull"):  # by engines whose own seeds differ
-        assert {row["sampled_by"] for step in range(1, 5) for row in dumped(world, way, step)} == {0, 1}
-
-
-@pytest.mark.slow
 def test_a_refilled_run_is_the_same_on_one_rank(world, refilled):
     run(world, "alone", *PULL, *REFILL, ranks=1)
     assert_alike(world, "refilled", "alone", "group/resampled_prompts")
     assert any(row["group/resampled_prompts"] > 0 for row in refilled)
     assert all("group/cut_off" in row for row in refilled)
-    for row in refilled:
-        groups: dict[str, list[dict]] = {}
-        for t in dumped(world, "refilled", row["step"]):
-            groups.setdefault(t["prompt_id"], []).append(t)
-        mixed = [name for name, group in groups.items() if len({t["reward"] for t in group}) > 1]
-        trained = [name for name, group in groups.items() if any(t["advantage"] is not None for t in group)]
-        assert len(groups) == 4 + row["group/resampled_prompts"] <= 12 and trained == mixed
-        is_full = len(mixed) == 4 and list(groups)[-1] == mixed[-1]
-        assert is_full or (len(mixed) < 4 and len(groups) > 8)  # 12, but none comes twice where an epoch ends
 
 
 @pytest.mark.slow

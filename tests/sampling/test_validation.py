@@ -8,7 +8,7 @@ from helpers.cut_rollout import plain, random_tree
 from helpers.fakes import EchoTool
 from helpers.files import read_jsonl
 from helpers.scripted_rollout import prompt
-from helpers.stateful import ForkedNotes, Notes
+from helpers.stateful import ForkedNotes, Notes, shared_texts
 
 from arpo.config.sections import RunConfig
 from arpo.data import PromptOrder
@@ -52,7 +52,10 @@ def steps(sampler_with, folder: Path, cfg: RolloutConfig, advantage: AdvantageCo
     asked = sampler.engine.submitted
     assert bool(asked) == bool(every) and all(spec.temperature == 0 for *_, spec in asked)
     for step in range(1, 4):
-        groups.append(plain(rollouts.next(step, Timers()).sampled))
+        sampled = rollouts.next(step, Timers()).sampled
+        groups.append(plain(sampled))
+        for t in (t for group in sampled for t in group.trajectories if isinstance(tool, Notes)):
+            assert [call.result for call in t.tool_calls] == shared_texts(t.tool_calls)  # of its own session
         assert sampler.tools.num_pending == sampler.engine.num_running == 0
         if values := rollouts.validate_if_due(step, Timers()):
             log.scalars(step, values)
@@ -81,12 +84,14 @@ def test_a_run_ends_at_the_first_validation_that_is_good_enough(sampler_with, tm
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_validation_is_the_same_each_time_and_changes_nothing_of_what_is_trained_on(sampler_with, tmp_path, way):
+    """Same prompts, same names of trajectories; those that are carried may have all sessions that the tool can have."""
     cfg, advantage, kind = WAYS[way]
     results = {}
     for every in (0, 2):
         tool = EchoTool("search", "found", jitter_s=0.002) if kind is EchoTool else kind(max_sessions=3, jitter_s=0.002)
         results[every], rollouts = steps(sampler_with, tmp_path / str(every), cfg, advantage, tool, every)
         assert not rollouts.sampler.tools.sessions.records() and not (rollouts.carry and rollouts.carry.carried)
+        assert kind is EchoTool or 0 == tool.num_open < tool.most_open <= tool.max_sessions
     if not cfg.carry_over:  # where the engine's load decides which group is whole first
         assert results[0] == results[2]
     rows = read_metrics(tmp_path / "2")

@@ -180,8 +180,7 @@ def test_ranks_that_find_a_corrupt_file_together_begin_one_new_file(path):
 
     assert in_processes(start, 6) == [True] * 6
     assert len(list(path.parent.glob("*.corrupt-*"))) == 1
-    queries = [query for query, _ in entries_of(CacheFile(path))]
-    assert {f"rank {n}" for n in range(6)} == set(queries)
+    assert {query for query, _ in entries_of(CacheFile(path))} == {f"rank {n}" for n in range(6)}
 
 
 def test_a_file_that_breaks_while_another_run_uses_it_is_not_moved_under_it(path, caplog):

@@ -80,12 +80,6 @@ def test_titles_are_searched_and_shown_where_the_text_does_not_begin_with_them_a
     assert search(corpus, "word") == f"Page 1: {'word ' * 199}word…"
 
 
-def test_equally_good_passages_come_in_the_order_of_the_corpus(tmp_path):
-    rows = [{"key": "same words", "text": f"number {i}"} for i in range(50)]
-    built = Bm25Index(write_jsonl(tmp_path / "ties.jsonl", rows))
-    assert built.search("words", 50) == [f"number {i}" for i in range(50)]
-
-
 def test_all_passages_that_tie_are_fetched_before_the_first_are_chosen():
     """A merged segment lies behind the others, so that the index may find equal passages in any order."""
     rows = [*range(4), *range(99, 3, -1)]  # the four best, then 96 that tie, the last one first
