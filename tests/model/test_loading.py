@@ -31,11 +31,8 @@ def differences(ranks, folders: list[str]) -> list[str]:
         expected = load_hf(folder)
         policy = load_policy(cfg_of(folder), ranks.mesh, device=CPU)
         critic = load_critic(cfg_of(folder), ranks.mesh, device=CPU)
-        # as the engine gets them, in buckets of one parameter, of some (the embedding is larger), and of all
-        for num_bytes, dtype in ((1, torch.float32), (40_000, torch.bfloat16), (None, torch.float32)):
-            values = dict(full_tensors(policy.hf_parameters(), dtype=dtype, device=CPU, bucket_bytes=num_bytes))
-            same = [n for n, p in expected.named_parameters() if torch.equal(values[n], p.to(dtype))]
-            wrong += [] if same == list(values) else [n for n in values if n not in same] or ["the order"]
+        values = dict(full_tensors(policy.hf_parameters(), dtype=torch.float32, device=CPU))
+        wrong += [n for n, p in expected.named_parameters() if not torch.equal(p, values.pop(n))] + list(values)
         buffers = dict(policy.hf.named_buffers())
         wrong += [n for n, b in expected.named_buffers() if not torch.equal(b, buffers.pop(n))] + list(buffers)
         backbone = dict(full_tensors(critic.backbone.named_parameters(), dtype=torch.float32, device=CPU))
