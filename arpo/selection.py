@@ -56,7 +56,7 @@ def most_spread(groups: list[Group], share: float) -> list[Group]:
 
 
 def reward_spread(group: Group) -> float:
-    """Return the standard deviation of the trained rewards, minus known KL penalties. 0 for fewer than two rewards."""
+    """Return the standard deviation of the rewards to train on, each without its KL penalty. 0 for fewer than two."""
     rewards = [t.reward - t.kl_penalty for t in trained_on(group)]
     return pstdev(rewards) if len(rewards) > 1 else 0.0
 

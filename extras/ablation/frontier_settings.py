@@ -47,6 +47,7 @@ ANCHOR = ["--loss.kl_coefficient", "0.1"]
 CLIP = ["--optim.max_grad_norm", "0.1"]
 """Gradients are clipped at the usual norm of the first steps."""
 ANCHORED = [*DECAY, *ANCHOR, *CLIP]
+"""All three together: what docs/branching.md calls an anchor."""
 RULES: dict[str, list[str]] = {
     "grpo": ["--branching.selector", "none"],
     "top_h": ["--branching.selector", "top_h"],
