@@ -21,7 +21,7 @@ from arpo.options import BranchingConfig
 from arpo.start.checks import warnings_of
 from arpo.start.load import load_config
 from evaluate import EvalConfig
-from extras.ablation.frontier_settings import RULES as RULES_MEASURED
+from extras.ablation.frontier_settings import Setting
 from train_rl import RLConfig
 from train_sft import SFTConfig
 
@@ -158,14 +158,16 @@ def test_the_entropy_acts_under_every_shipped_config(files):
 
 
 def test_the_bundle_that_forks_afterwards_is_the_one_that_was_measured():
-    """With a quarter of the group as roots. The lines of docs/branching.md, and the flags of its runs."""
-    cfg = rl("arpo_top", "qwen2.5_7b")
-    branching = cfg.branching
-    assert (branching.selector, branching.num_initial_rollouts) == ("top_h", cfg.rollout.group_size // 4)
-    measured = load_config(RLConfig, ["--data.train", "x", *RULES_MEASURED["top_h_mixed_anchored"]])
-    assert (branching.until_mixed, branching.expansion_rounds) == (True, measured.branching.expansion_rounds)
-    assert cfg.loss.kl_coefficient == measured.loss.kl_coefficient
-    assert (cfg.optim.schedule, cfg.optim.max_grad_norm) == (measured.optim.schedule, measured.optim.max_grad_norm)
+    """The file has every setting of docs/branching.md's runs, but for those of their tiny model and its optimizer."""
+    bundle = rl("arpo_top", "qwen2.5_7b")
+    task = [str(CONFIGS / f"{name}.yaml") for name in ("demo_arpo", "demo_long")]
+    measured = load_config(RLConfig, [*task, *Setting.named("top_h_mixed_anchored_g8_r2_x1").flags])
+    assert (bundle.loss, bundle.advantage) == (measured.loss, measured.advantage)
+    of_task = {"entropy_tokens": measured.branching.entropy_tokens}
+    assert replace(bundle.branching, **of_task) == measured.branching
+    assert bundle.rollout.group_size == measured.rollout.group_size
+    of_model = {name: getattr(measured.optim, name) for name in ("lr", "betas", "weight_decay")}
+    assert replace(bundle.optim, **of_model) == measured.optim
 
 
 @pytest.mark.parametrize("model", MODELS)
