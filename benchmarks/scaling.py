@@ -119,7 +119,7 @@ def workload_of(cfg: RLConfig) -> Workload:
         num_epochs=cfg.update.num_epochs,
         max_tokens_per_microbatch=cfg.update.max_tokens_per_microbatch,
         recompute_every_n_layers=cfg.model.recompute_every_n_layers,
-        reference=cfg.loss.kl_coefficient > 0,
+        reference=cfg.loss.kl_coefficient > 0 and not cfg.loss.offload_reference,
         critic=cfg.advantage.needs_critic,
         first_update_computes_old_logprobs=first_update_computes_old_logprobs(cfg.loss),
         max_num_seqs=cfg.engine.max_num_seqs,

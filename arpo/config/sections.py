@@ -51,9 +51,9 @@ class RunConfig:
     Face folder count. Best = highest valid/accuracy (if there is none, valid/reward; SFT: best valid/nll). On a tie,
     the earlier step is kept."""
     stop_on_collapse: bool = False
-    """train_rl.py: end the run at an alarm: entropy, gradient norm, response length or share of calls that ran is far
-    from the values of the last steps. That step is not saved. The message names the newest checkpoint from before the
-    alarm."""
+    """train_rl.py: end the run at an alarm: entropy, gradient norm, response length, share of calls that ran, or spread
+    of a group's rewards is far from the values of the last steps. That step is not saved. The message names the newest
+    checkpoint from before the alarm."""
     stop_at_accuracy: Annotated[float | None, Between(0, 1)] = None
     """train_rl.py: end the run, as after its last step, once a validation has this valid/accuracy; None = never."""
     dump_every: Annotated[int, AtLeast(0)] = 10

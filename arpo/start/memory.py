@@ -1,8 +1,9 @@
 """Estimates GPU memory before a model is loaded. A job that cannot fit is refused; for any other, a line is logged.
 
-Parameters, gradients and AdamW's moments are float32 shards. While a rank samples, vLLM has its share of the GPU for
-weights and a KV cache. Sums over parameters are exact. The memory of vLLM's largest step is an estimate. Nothing here
-was compared with a GPU. benchmarks/scaling.py estimates the memory that an update takes besides.
+Parameters, gradients and AdamW's moments are float32 shards; frozen weights (LoRA) have model.compute_dtype. While a
+rank samples, vLLM has its share of the GPU for weights and a KV cache. Sums over parameters are exact. The memory of
+vLLM's largest step is an estimate. Nothing here was compared with a GPU. benchmarks/scaling.py estimates the memory
+that an update takes besides.
 """
 
 from __future__ import annotations
@@ -98,11 +99,12 @@ def training_state(job: Job, num_states: int = NUM_STATES) -> float:
     """Return the bytes of policy and critic (parameters, gradients, optimizer) and of the reference's parameters."""
     if not job.num_shards:
         return 0.0
-    num_per_weight = 1 if job.model.lora_rank else num_states  # the adapters' own numbers are neglected
-    count = num_per_weight * job.sizes.parameters
-    count += num_states * job.critic.parameters if job.critic else 0
-    count += job.reference.parameters if job.reference else 0
-    return FP32 * count / job.num_shards
+    # frozen weights have the compute dtype (model/lora.py); the adapters' own numbers are neglected
+    per_weight = SIZE_OF[job.model.compute_dtype] if job.model.lora_rank else FP32 * num_states
+    total = per_weight * job.sizes.parameters
+    total += FP32 * num_states * job.critic.parameters if job.critic else 0
+    total += FP32 * job.reference.parameters if job.reference else 0
+    return total / job.num_shards
 
 
 def resting_state(job: Job) -> float:

@@ -138,7 +138,7 @@ def memory_of_job(
     model = job.model
     dtype_bytes = SIZE_OF[model.compute_dtype]
     num_unsharded = 2 if model.reshard_after_forward else shape.layers
-    largest = max(shape.layer_parameters, shape.root_parameters)
+    largest = 0 if model.lora_rank else max(shape.layer_parameters, shape.root_parameters)  # with a gradient
     engine = engine_memory(job.sizes, job.engine, gpu_bytes) if job.engine else None
     return Memory(
         states=training_state(job),

@@ -39,7 +39,7 @@ ROOTS = f"{ROOT / 'extras/ablation/positions.py'}:roots"
 DR_GRPO = ["--advantage.dead_groups", "keep", "--advantage.normalize", "none"]
 """Dr. GRPO (arXiv 2503.20783): rewards minus the mean of the group, not divided by the standard deviation."""
 DECAY = ["--optim.schedule", "linear"]
-"""A learning rate that falls to 0 at World.max_steps."""
+"""A learning rate that falls to a tenth at World.max_steps (optim.min_lr_ratio of configs/demo_arpo.yaml)."""
 UNTIL_MIXED = ["--branching.until_mixed", "True", "--branching.expansion_rounds", "3"]
 """A group gets no further trajectories once its rewards differ."""
 ANCHOR = ["--loss.kl_coefficient", "0.1"]

@@ -62,6 +62,12 @@ def test_bytes_of_a_training_step_are_as_predicted(tied):
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
+def frozen_bytes(ranks, folder: str) -> int:
+    """Of this rank's shards under LoRA: the weights without adapters."""
+    policy = load_policy(ModelConfig(folder, lora_rank=4, lora_alpha=8), ranks.mesh, device=ranks.device)
+    return sum(p.to_local().nbytes for p in policy.parameters() if not p.requires_grad)
+
+
 def state_bytes(ranks, folder: str) -> tuple[int, int]:
     """Of this rank's shards: parameters, and the optimizer's moments after a step."""
     cfg = ModelConfig(folder, compute_dtype="float32", recompute_every_n_layers=0)
@@ -75,11 +81,14 @@ def state_bytes(ranks, folder: str) -> tuple[int, int]:
 
 
 def test_shards_of_two_ranks_are_as_predicted(tiny_model_dir):
+    """Frozen weights held, or counted, in float32: huggingface/accelerate #3844, deepspeedai/DeepSpeed #5304."""
     shape = shape_from_json(AutoConfig.from_pretrained(tiny_model_dir).to_dict())
     # parameters, gradients, and two moments
     quarter = training_state(Job(shape.sizes, ModelConfig(), num_shards=2)) / 4
     for measured in run_ranks(2, state_bytes, str(tiny_model_dir)):
         assert measured == pytest.approx((quarter, 2 * quarter), rel=0.01)
+    frozen = training_state(Job(shape.sizes, ModelConfig(lora_rank=4), num_shards=2))
+    assert run_ranks(2, frozen_bytes, str(tiny_model_dir)) == pytest.approx([frozen, frozen], rel=0.01)
 
 
 def test_what_cannot_fit_is_said_with_the_knob_that_changes_it(tmp_path, capsys):
@@ -136,6 +145,12 @@ def test_lengths_and_tools_are_those_of_the_config(tmp_path, more, expected):
     assert found == pytest.approx(expected)
     seconds = cost_model.seconds(scaling.shape_of(path), work, NODE, 8)
     assert seconds.rollout < 10 or work.longest_tool_seconds
+
+
+@pytest.mark.parametrize(("offload", "on_gpu"), [("False", True), ("True", False)])
+def test_a_reference_in_host_memory_is_not_counted(offload, on_gpu):
+    flags = ["--data.train", "x", "--loss.kl_coefficient", "0.1", "--loss.offload_reference", offload]
+    assert scaling.from_config(flags)[1].reference == on_gpu
 
 
 SFT = [f"{ROOT}/configs/{name}.yaml" for name in ("qwen2.5_7b", "sft")]

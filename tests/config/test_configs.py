@@ -158,7 +158,9 @@ def test_the_entropy_acts_under_every_shipped_config(files):
 
 
 def test_the_bundle_that_forks_afterwards_is_the_one_that_was_measured():
-    """The file has every setting of docs/branching.md's runs, but for those of their tiny model and its optimizer."""
+    """The file has every setting of docs/branching.md's runs, but for those of their tiny model and its optimizer.
+
+    Shipped configs that were not those of the tables: autonomousvision/CaRL #24, samsledje/ConPLex #42."""
     bundle = rl("arpo_top", "qwen2.5_7b")
     task = [str(CONFIGS / f"{name}.yaml") for name in ("demo_arpo", "demo_long")]
     measured = load_config(RLConfig, [*task, *Setting.named("top_h_mixed_anchored_g8_r2_x1").flags])
