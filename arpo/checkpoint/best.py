@@ -75,8 +75,8 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
 
 
 def _score(row: dict) -> float:
-    """Return the score of a step's validation (higher is better); NaN without a validation. Callers must drop NaN: for
-    max() nothing is larger."""
+    """Return the score of a step's validation (higher is better); NaN without a validation. Callers must drop NaN:
+    max() would never replace a NaN by another score."""
     if NLL in row:
         return -row[NLL]
     return row.get(ACCURACY, row.get(REWARD, nan))  # a custom reward may have no accuracy
