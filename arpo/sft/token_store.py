@@ -118,7 +118,6 @@ def _write(path: str | Path, cfg: SFTDataConfig, codec: Codec, *, folder: Path, 
     """Write all parts into a temporary folder, then rename the folder. So a stopped run leaves no half folder."""
     logger.info("tokenising %s", path)
     building = folder.with_name(f"{folder.name}.building")
-
     if ranks.is_main:
         shutil.rmtree(building, ignore_errors=True)
     _write_together(lambda: ranks.is_main and building.mkdir(parents=True), building, ranks)
