@@ -30,7 +30,12 @@ from arpo.trajectory import Group, Trajectory
 
 @dataclass(frozen=True)
 class GroupEvidence:
-    """Everything that a group estimator may look at: a step's N trajectories to train on, of all ranks."""
+    """Everything that a group estimator may look at: N trajectories of a step, of all ranks.
+
+    With advantage.dead_groups=drop the trajectories of dead groups are among them, although they are not trained on.
+    Trajectories without a reward (infrastructure errors) are left out, and so is a trajectory that is the only one left
+    of its group.
+    """
 
     rewards: Tensor
     """(N,) float64, each trajectory's reward minus its KL penalty (loss.kl_in=reward)."""

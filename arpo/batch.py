@@ -87,16 +87,18 @@ class RowPaths:
         self.key_starts = self.query_starts if num_keys == num_queries else cumulated(num_keys)
         """(rows + 1,) int32, the same for the keys"""
         self.masks: dict[tuple[int, int | None], Tensor] = {}
-        """(row, window) -> attention mask. The first layer of a forward pass computes the masks in `mask`."""
+        """(row, window) -> attention mask. `mask` fills this dict in the first layer of a forward pass. Later layers
+        use the masks again."""
 
     def mask(self, row: int, window: int | None, like: Tensor) -> Tensor | None:
-        """Return the row's attention mask (queries, keys), to be added to the scores: 0 or -inf. None = plain causal.
+        """Return the row's attention mask (queries, keys), to be added to the scores: 0 or -inf. None = plain causal,
+        also if the row fits into the window.
 
         `window` = number of keys that a query sees; None = all before it. The mask has the type and device of `like`.
         """
         num_queries = self.num_queries[row]
         num_keys = self.num_keys[row]
-        if num_queries == num_keys and not window:
+        if num_queries == num_keys and (not window or window >= num_keys):
             return None
         if (row, window) not in self.masks:
             last_key = num_keys - num_queries  # the last key that the first query sees

@@ -75,7 +75,8 @@ class TokenLosses:
 
 TokenLoss = Callable[[LossInputs, LossConfig], TokenLosses]
 CLIP_METRICS = ("clip_fraction", "clip_fraction_low", "dual_clip_fraction")
-"""Metrics of every loss, 0 by default: shares of tokens clipped at the ratio's upper bound, its lower, by dual clip."""
+"""Metrics of every loss, 0 by default: the shares of loss tokens clipped at the ratio's upper bound, at its lower
+bound, and by the dual clip."""
 
 
 def policy_loss(
@@ -103,14 +104,12 @@ def policy_loss(
     assert inputs.logprobs.shape == inputs.old_logprobs.shape == inputs.mask.shape, inputs
     keep = inputs.mask.bool()
     entropy = inputs.entropy
-    if entropy is None and (uses_entropy_statistics(cfg) or cfg.entropy_coefficient):
+    if entropy is None and (cfg.entropy_balanced_advantage or cfg.entropy_coefficient):
         raise ValueError("these options need the tokens' entropies; pass LossInputs(entropy=...)")
-    if uses_entropy_statistics(cfg) and entropy_statistics is None:
-        entropy_statistics = mean_and_std(token_moments(entropy[keep]))
     advantages = inputs.advantages.expand_as(inputs.logprobs)
     if cfg.entropy_balanced_advantage:
         # AEPO: A max(1 + weight z, 0) with z = (H - mean) / std. Without the floor at 0 an A could change its sign.
-        mean, std = entropy_statistics
+        mean, std = entropy_statistics or mean_and_std(token_moments(entropy[keep]))
         z = (entropy.detach() - mean) / (std + 1e-8)
         if cfg.entropy_advantage_max_z is not None:
             z = z.clamp(max=cfg.entropy_advantage_max_z)
@@ -284,7 +283,7 @@ def mean_over_turns(values: Tensor, mask: Tensor, starts_context: Tensor | None 
 
 
 def aggregate(token_loss: Tensor, mask: Tensor, aggregation: str, denominator: float | None) -> Tensor:
-    """Return the sum of token losses (B, T) by an entry of AGGREGATIONS, divided by `denominator`, as a scalar.
+    """Aggregate token losses (B, T) to a scalar: the sum of AGGREGATIONS[aggregation], divided by `denominator`.
 
     denominator: see `policy_loss`; None = the count of these rows, at least 1.
     """
@@ -322,11 +321,6 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "sequence_mean_token_sum": lambda losses, mask: (losses.sum(-1), mask.sum(-1) > 0),
     "sequence_mean_token_mean": lambda losses, mask: (losses.sum(-1) / mask.sum(-1).clamp(min=1), mask.sum(-1) > 0),
 }
-
-
-def uses_entropy_statistics(cfg: LossConfig) -> bool:
-    """Return True if the loss of a token depends on the entropies of all tokens (AEPO)."""
-    return cfg.entropy_balanced_advantage
 
 
 def token_moments(values: Tensor) -> Tensor:

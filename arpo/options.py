@@ -15,8 +15,9 @@ from arpo.config.facts import ALWAYS_MATTERS, MAY_CHANGE, OF_TRAINING, AtLeast, 
 from arpo.config.named import check_name, is_own, names_of, parameters_of, takes
 from arpo.errors import UserError, require
 
-# Needs, Decides and FACTS are explained in arpo/config/facts.py. Needs(option, *values): without one of these values of
-# `option` (none given: a true one), the annotated option has no effect. `use` is what the error message proposes.
+# Needs, Decides and FACTS are explained in arpo/config/facts.py. Needs(option, *values): the annotated option has an
+# effect only if `option` has one of these values, or, if none are given, any true value. `use` is what the error
+# message proposes.
 NEW_CONTEXTS = Needs("rollout.context", not_in=("append",), use="summary")
 NOTES = Needs("rollout.context", not_in=("append", "strip_thoughts"), use="summary")
 
@@ -30,7 +31,8 @@ class RolloutConfig:
     max_response_tokens: Annotated[int, AtLeast(1)] = 4096
     """Budget of one trajectory: sampled tokens and tool results together."""
     max_tool_calls: Annotated[int, AtLeast(0)] = 3
-    """Maximum number of tool calls of a trajectory. Then it is told that it must answer (upstream: call_limit)."""
+    """Maximum number of tool calls in a trajectory. A further call is refused, and the model reads that it must answer
+    (upstream: call_limit)."""
     max_calls_per_tool: tuple[str, ...] = ()
     """Maximum number of calls of a tool, like python=5. A further call is refused, but counts in max_tool_calls."""
     max_result_tokens: Annotated[int, AtLeast(1)] = 1024
@@ -48,10 +50,11 @@ class RolloutConfig:
     """summary: most sampled tokens of a note. The request and the note must fit into answer_reserve_tokens."""
     max_trajectory_tokens: Annotated[int, AtLeast(1), NEW_CONTEXTS] = 16384
     """Tokens of all contexts of a trajectory together, including their prompts: the length of one row in training."""
-    temperature: Annotated[float, AtLeast(0)] = 1.0
-    """Sampling temperature; 0 = greedy."""
+    temperature: Annotated[float, Between(0, 2)] = 1.0
+    """Sampling temperature: 0 = greedy, or from 0.01 to 2, the range of vLLM."""
     top_p: Annotated[float, Between(0, 1), Needs("rollout.temperature", use=1.0)] = 1.0
-    """Nucleus sampling; 1 = off. With any other value the rollout's logprobs are not those of the policy."""
+    """Nucleus sampling; 1 = off. With any other value tokens are not sampled from the policy itself. No correction sees
+    this, because logprobs are computed before top_p."""
     dispatch: Annotated[
         Literal["fixed", "pull"], Decides(sampling=False, when=("advantage.dead_groups", "resample"))
     ] = "fixed"
@@ -80,15 +83,21 @@ class RolloutConfig:
 
     @property
     def max_turns(self) -> int:
-        """Largest number of turns: the first, and one after each tool call. Refused calls add turns, not counted here.
+        """Upper bound on the turns of a trajectory: the first turn, and one after each tool call.
 
-        With a context other than append, a note may follow each call. strip_thoughts has none: an upper bound.
+        With a context other than append, a note may follow each call. (strip_thoughts has no notes, but gets the same
+        bound.) The turn after a call beyond max_tool_calls is not counted.
         """
         turns_per_call = 1 if self.context == "append" else 2
         return 1 + self.max_tool_calls * turns_per_call
 
     def __post_init__(self) -> None:
         _ = self.call_limits  # raises ValueError
+        require(
+            self.temperature <= 0 or self.temperature >= 0.01,
+            f"rollout.temperature={self.temperature} is below 0.01, the lowest that vLLM samples with; set 0 (greedy)",
+        )
+        require(self.top_p > 0, f"rollout.top_p={self.top_p} keeps no token; 1 = off")
         check_name("rollout.context", self.context, "protocol/contexts", "CONTEXTS")
 
 

@@ -38,12 +38,13 @@ def rollout_weights(
         weights, changed = corrected(log_weights, keep, cfg)
         num_tokens = keep.sum().double()
         for name, tokens in changed.items():
-            metrics.mean(name, (tokens & keep).sum() / num_tokens.clamp(min=1), num_tokens)
+            total = torch.where(keep, tokens.float(), 0.0).sum()
+            metrics.mean(name, total / num_tokens.clamp(min=1), num_tokens)
         return weights * keep, metrics
 
 
 def corrected(log_weights: Tensor, keep: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weights to use, and metric name -> bool mask of the changed tokens, (B, T) each.
+    """Return the weights to use, and metric name -> bool or 0/1 mask of the changed tokens, (B, T) each.
 
     Raises UserError if a custom correction returns other types or shapes.
     """
@@ -97,7 +98,7 @@ def sum_over_sequence(log_weights: Tensor, mask: Tensor) -> Tensor:
 Combine = Callable[[Tensor, Tensor], Tensor]
 """(log w of the tokens (B, T), 0 off the mask; mask (B, T)) -> log w to use, (B, T) or (B, 1)."""
 Bound = Callable[[Tensor, LossConfig], tuple[Tensor, dict[str, Tensor]]]
-"""Weights (B, T) -> (weights to use (B, T), metric name -> (B, T) bool, True at the tokens with a changed weight)."""
+"""Weights (B, T) -> (weights to use (B, T), metric name -> (B, T) bool or 0/1, 1 at tokens with a changed weight)."""
 ROLLOUT_CORRECTIONS: dict[str, tuple[Combine, Bound]] = {
     "tis": (each_token, truncated),
     "mis": (each_token, masked),

@@ -13,17 +13,11 @@ import torch
 
 from arpo.advantages import CRITIC_ESTIMATORS, CriticEvidence, assign_advantages, token_advantages
 from arpo.batch import MicroBatch, microbatches, row_of
+from arpo.config.named import is_own
 from arpo.config.sections import UpdateConfig
 from arpo.kl import token_kl
 from arpo.log.nonfinite import NonFinite
-from arpo.losses import (
-    LossInputs,
-    loss_denominator,
-    mean_and_std,
-    policy_loss,
-    token_moments,
-    uses_entropy_statistics,
-)
+from arpo.losses import LossInputs, loss_denominator, mean_and_std, policy_loss, token_moments
 from arpo.metrics import Metrics
 from arpo.model import Policy
 from arpo.model.context_parallel import local_shares
@@ -96,13 +90,14 @@ def first_update_computes_old_logprobs(cfg: LossConfig) -> bool:
     logprobs or entropies of all tokens before the loss of any token.
     """
     kl_in_reward = cfg.kl_coefficient and cfg.kl_in == "reward"
-    return not (uses_entropy_statistics(cfg) or kl_in_reward)
+    return not (cfg.entropy_balanced_advantage or kl_in_reward)
 
 
 def use_as_old_logprobs(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor, cfg: LossConfig) -> Metrics:
-    """Fill old_logprobs and old_entropies with these, (B, T) each, and the weights of the rollout correction.
+    """Store a forward pass's logprobs and entropies, (B, T) each, as the micro-batch's old ones.
 
-    With loss.old_logprobs=rollout the denominator of the ratio is vLLM's logprobs instead.
+    Also fill the weights of the rollout correction. Return metrics of the distance to vLLM's logprobs. With
+    loss.old_logprobs=rollout, vLLM's logprobs are stored as old_logprobs instead.
     """
     metrics = Metrics()
     micro.old_logprobs = logprobs.detach()
@@ -151,10 +146,11 @@ def fill_advantages(
 def drop_if_no_gradient(minibatches: list[Minibatch], loss_cfg: LossConfig, ranks: Ranks) -> list[Minibatch]:
     """Return the mini-batches, or [] if all gradients of this training step would be 0. Collective.
 
-    The gradients are 0 if all advantages are 0 and the loss has no KL or entropy term. Without this, momentum and
-    weight decay of the optimizer would move the policy although there is nothing to learn.
+    The gradients are 0 if all advantages are 0, the loss has no KL or entropy term, and it is none of the user's.
+    Without this, momentum and weight decay of the optimizer would move the policy although there is nothing to learn.
     """
-    if loss_cfg.entropy_coefficient or (loss_cfg.kl_coefficient and loss_cfg.kl_in == "loss"):
+    has_own_term = loss_cfg.entropy_coefficient or (loss_cfg.kl_coefficient and loss_cfg.kl_in == "loss")
+    if has_own_term or is_own(loss_cfg.kind):  # a user's loss may have a gradient without an advantage
         return minibatches
     has_gradient = any(bool(micro.advantages.any()) for minibatch in minibatches for micro in minibatch.micros)
     [num_ranks_with_gradient] = ranks.all_reduce_sum(float(has_gradient))
@@ -239,7 +235,7 @@ def update_policy(
     # ---- what a token's loss needs to know of all ranks' tokens
     [denominator] = ranks.all_reduce_sum(float(sum(loss_denominator(m.loss_mask, cfg.aggregation) for m in micros)))
     statistics = None
-    if uses_entropy_statistics(cfg):
+    if cfg.entropy_balanced_advantage:
         statistics = entropy_statistics(policy, micros, temperature=temperature, is_first=is_first, ranks=ranks)
 
     # ---- forward and backward, one micro-batch at a time
@@ -266,7 +262,7 @@ def update_policy(
         (loss * ranks.world_size).backward()
         losses.append(loss.detach())
         metrics.merge(loss_metrics, prefix="loss/")
-        if micro.num_loss_tokens:
+        if micro.row_ids:  # not an empty micro-batch
             num_computed = micro.input_ids.numel()
             metrics.sum("tokens/trained", num_computed)
             metrics.mean("train/tree_token_ratio", micro.num_row_tokens / num_computed, num_computed)

@@ -60,6 +60,15 @@ def test_masked_tokens_have_no_weight_and_do_not_count():
     assert weights_of("tis", mask=(0, 0, 0, 0, 0))[1].values() == {}
 
 
+def test_a_users_correction_may_return_its_changed_tokens_as_numbers(tmp_path):
+    """As a custom loss may its metrics. The second 3 is of a tool result, mask 0."""
+    text = "cut = (lambda logs, mask: logs, lambda w, cfg: (w.clamp(max=2), {'cut': (w > 1.5).float()}))\n"
+    (tmp_path / "mine.py").write_text(text)
+    weights, metrics = weights_of(f"{tmp_path}/mine.py:cut", mask=(1, 1, 1, 1, 0))
+    torch.testing.assert_close(weights, torch.tensor([[0.4, 0.5, 1.0, 2.0, 0.0]]))
+    assert metrics.values() == {"cut": 0.25}
+
+
 def test_weights_stay_finite_and_pass_no_gradient():
     old = torch.tensor([[500.0, -500.0]], requires_grad=True)
     weights, _ = rollout_weights(old, torch.zeros(1, 2), torch.ones(1, 2), TIS)

@@ -1,6 +1,7 @@
 """From scored groups to gradients, on real gloo ranks: nothing depends on how the rows are cut, ordered or spread."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,12 +10,15 @@ from helpers.models import assert_close_by_name, build_tiny_model, cfg_of
 from helpers.ranks import mesh_of_one, run_ranks
 from helpers.updates import CASES, GRPO, filled, make_groups, take_step
 
+from arpo import losses
 from arpo.advantages import GroupEvidence, grpo
 from arpo.config.sections import UpdateConfig
 from arpo.model import load_policy
 from arpo.model.attention import resolve_layout
 from arpo.options import AdvantageConfig, LossConfig
 from arpo.ranks import Ranks
+from arpo.ranks.ranks import make_group
+from arpo.trajectory import Group, Prompt
 from arpo.update import (
     drop_if_no_gradient,
     entropy_statistics,
@@ -278,6 +282,27 @@ def test_the_first_update_of_a_rollout_needs_no_pass_before_it_unless_a_loss_loo
     assert all(np.array_equal(gradients[name], expected[name]) for name in expected)
 
 
+def trained_tokens(ranks, folder: str, prompt: tuple[int, ...]) -> float:
+    """What a rank counts in the update of a trajectory that is spread over two ranks."""
+    ranks = replace(ranks, group=make_group(2))
+    policy = load_policy(cfg_of(folder, context_parallel=2), ranks.mesh, device=CPU)
+    group = Group(Prompt("p", [], [], token_ids=prompt), make_groups()[0].trajectories[:1])
+    cfg = UpdateConfig(num_prompts_per_minibatch=1, max_tokens_per_microbatch=500, layout="packed")
+    [minibatch] = make_minibatches([group], cfg, GRPO, ranks)
+    fill_advantages([group], [minibatch], GRPO, LossConfig(), ranks)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    metrics = take_step(policy, optimizer, minibatch, LossConfig(), ranks, is_first=True)
+    return metrics.values().get("tokens/trained", 0)
+
+
+def test_a_rank_whose_share_is_of_the_prompt_alone_counts_its_tokens(tiny_model_dir):
+    """With parts of rows others count too few or too many: pytorch/torchtitan#2983, areal-project/AReaL#627."""
+    length = len(make_groups()[0].trajectories[0].token_ids)
+    half = (length + 100) // 2
+    counts = run_ranks(2, trained_tokens, str(tiny_model_dir), tuple(range(2 * half - length)))
+    assert counts == [half, half]
+
+
 def updates_of_a_step(ranks, rewards: list[list[float]], loss: LossConfig) -> int:
     """The mini-batches of a step of two groups that are worth an update."""
     groups = make_groups()
@@ -292,7 +317,10 @@ def updates_of_a_step(ranks, rewards: list[list[float]], loss: LossConfig) -> in
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_of_dead_groups_moves_nothing_and_one_mixed_group_is_enough(world_size):
+    """As rasbt/reasoning-from-scratch#186 skips it, in which Adam and weight decay moved the weights. A user's loss may
+    have a term of its own."""
     dead, mixed = [[1.0] * 3, [-1.0] * 3], [[1.0] * 3, [1.0, 0.0, 1.0]]
     cases = [(dead, LossConfig(), 0), (mixed, LossConfig(), 2), (dead, LossConfig(entropy_coefficient=0.1), 2)]
+    cases.append((dead, LossConfig(kind=f"{losses.__file__}:reinforce"), 2))
     for rewards, loss, expected in cases:
         assert run_ranks(world_size, updates_of_a_step, rewards, loss) == [expected] * world_size

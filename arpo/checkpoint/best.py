@@ -50,7 +50,8 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
     link = run / "best"
     all_rows = rows_until(run / "metrics.jsonl", step, names=NAMES)
     rows = {n: row for n, row in all_rows.items() if n and isfinite(_score(row))}
-    kept = int(link.resolve().name.removeprefix("best_")) if link.exists() else 0
+    # 0 also for a link that the user has set to another folder: the next choice replaces it.
+    kept = max(manifest.step_of(link.resolve(), "best"), 0) if link.exists() else 0
     if kept and kept not in rows:  # the run has resumed before this step, and will do it again
         link.unlink()
         kept = 0
@@ -66,7 +67,7 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
     shutil.copytree(exports[best], temporary, copy_function=_link_or_copy)
     temporary.rename(folder)
     point_to(folder, link)
-    for other in (run / "checkpoints").glob("best_*"):
+    for other in filter(manifest.may_be_removed, (run / "checkpoints").glob("best_*")):
         if other != folder:
             shutil.rmtree(other)
     before = f", before: step {kept}, {_text(rows[kept])}" if kept else ""
@@ -74,8 +75,8 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
 
 
 def _score(row: dict) -> float:
-    """Return the score of a step's validation (higher is better); NaN without a validation. Callers must drop NaN: for
-    max() nothing is larger."""
+    """Return the score of a step's validation (higher is better); NaN without a validation. Callers must drop NaN:
+    max() would never replace a NaN by another score."""
     if NLL in row:
         return -row[NLL]
     return row.get(ACCURACY, row.get(REWARD, nan))  # a custom reward may have no accuracy

@@ -93,7 +93,7 @@ class Checkpoints:
     def _begin(self, writer: MeasuredWriter, random_states: list[dict], progress: dict) -> None:
         if not self.ranks.is_main:
             return
-        for stale in self.folder.glob("step_*.tmp"):
+        for stale in filter(manifest.may_be_removed, self.folder.glob("step_*.tmp")):
             shutil.rmtree(stale)
         writer.path.mkdir(parents=True)
         # Into memory first, since torch.save to a full disk raises no OSError.
@@ -112,7 +112,7 @@ class Checkpoints:
         (self.folder / "latest.tmp").rename(self.folder / "latest")
         linked = self.link and self.link.resolve().parent.name
         for old in [*self.all()[self.keep :], *self.folder.glob("step_*.broken")]:
-            if old.name != linked:
+            if old.name != linked and manifest.may_be_removed(old):
                 shutil.rmtree(old)
 
     def write_together(self, folder: Path, write: Callable[[], T]) -> T:
@@ -179,8 +179,9 @@ class Checkpoints:
         return self.folder / f"step_{step:06d}"
 
     def all(self) -> list[Path]:
-        """Return the folders of finished checkpoints, newest first."""
-        return sorted((p for p in self.folder.glob("step_*") if not p.suffix), key=manifest.step_of, reverse=True)
+        """Return the folders of finished checkpoints, newest first. Leave out folders of other names."""
+        folders = [folder for folder in self.folder.glob("step_*") if manifest.step_of(folder) >= 0]
+        return sorted(folders, key=manifest.step_of, reverse=True)
 
 
 def verify(folder: Path) -> str | None:

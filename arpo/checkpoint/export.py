@@ -81,8 +81,9 @@ def point_to(folder: Path, link: Path) -> None:
 
 
 def write_hf(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, source: str) -> None:
-    """Replace `folder` by a model folder with these tensors. The rest comes from `source`, also a vision tower.
+    """Replace `folder` by a model folder with these tensors.
 
+    All other files come from `source`, and so do the weights of a vision tower.
     Configs, tokenizer and chat template are copied byte by byte. Loading and saving would change them (transformers 5
     writes tokenizers that version 4 cannot read), and fails for some valid generation configs.
     """

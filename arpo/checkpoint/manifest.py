@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import zlib
 from pathlib import Path
 
@@ -20,10 +21,17 @@ LARGE_BYTES = 1 << 30
 Files = dict[str, list[int]]
 
 
-def step_of(folder: Path) -> int:
-    """Return the step of a checkpoint folder: step_000100 -> 100; -1 for any other name."""
-    number = folder.name.removeprefix("step_")
-    return int(number) if number.isdecimal() else -1
+def step_of(folder: Path, kind: str = "step") -> int:
+    """Return the step in the name of a finished folder: step_000100 -> 100; -1 for any other name."""
+    number = re.fullmatch(rf"{kind}_(\d{{6,}})", folder.name)
+    return int(number[1]) if number else -1
+
+
+def may_be_removed(folder: Path) -> bool:
+    """Return True if the run has made this folder. A folder of another name, like step_000100_keep, and a link were
+    made by the user."""
+    is_ours = re.fullmatch(r"(step|best)_\d{6,}(\.tmp|\.broken)?", folder.name)
+    return bool(is_ours) and not folder.is_symlink()
 
 
 def write(folder: Path, step: int, files: Files) -> None:

@@ -50,8 +50,10 @@ class Saver:
         self.ranks = ranks
         self.source = source
         self.link = run.folder / "hf"
-        if run.save_hf_every and self.link.is_dir() and not self.link.is_symlink():
-            raise UserError(f"{self.link}: a folder, where the link to the newest export will stand; move it away")
+        links = {self.link: run.save_hf_every, run.folder / "best": run.save_hf_every and run.keep_best}
+        for link, is_used in links.items():
+            if is_used and link.is_dir() and not link.is_symlink():
+                raise UserError(f"{link}: a folder, where the link to an export will stand; move it away")
         self.pending: tuple[int, Future[None]] | None = None
         """Step and future of the save in progress."""
         self.host_copy: Snapshot | None = None
@@ -188,7 +190,7 @@ class Saver:
         exists, is_linked = self.ranks.from_rank_0((folder.exists(), self.link.resolve() == folder.resolve()))
         if exists and is_linked:
             return
-        logger.info("%s is renewed: the run ended before its last checkpoint was exported", self.link)
+        logger.info("%s is renewed: it did not point to an export of the newest checkpoint", self.link)
         if not exists:
             write_export(full_weights(self.policy, self.source), folder, source=self.source, link=self.link)
         elif self.ranks.is_main:

@@ -125,11 +125,11 @@ def ignore_gc_freeze() -> Iterator[None]:
 def explain_failed_start(error: BaseException, *, on_gpu: bool) -> UserError | None:
     """Return a UserError with cause and cure of a failed start. Return None for a bug, or for a lost peer rank."""
     chain: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in chain:
-        chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    text = " <- ".join(f"{type(link).__name__}: {' '.join(str(link).split())}" for link in chain)
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    text = " <- ".join(f"{type(each).__name__}: {' '.join(str(each).split())}" for each in chain)
     if re.search(r"\bgloo\b.*Connection (closed|reset)", text):
         return None  # Another rank failed to start. It prints the cause, and arpo/ranks/peers.py names the rank.
     # "cache" alone would also match a path.

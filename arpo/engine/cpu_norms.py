@@ -10,7 +10,7 @@ from torch import Tensor
 
 PROVIDER = "vllm_cpu"
 VECTOR_SIZE = 16
-"""The kernels loop over vectors of at most this many numbers, and have no code for a rest."""
+"""The kernels work on vectors of at most this many numbers, and have no code for a remainder."""
 
 
 def register() -> dict[str, list[str]]:

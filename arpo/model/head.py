@@ -178,7 +178,8 @@ def chunk_gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of the logits, (N, V), which may be overwritten. z = logits / temperature, p = softmax(z):
+    """Return the gradient with respect to the logits, (N, V). The logits may be overwritten. With
+    z = logits / temperature and p = softmax(z):
 
     d log p(y) / dz = onehot(y) - p;    dH / dz = -p * (log p + H), H the entropy of p
     """

@@ -75,7 +75,7 @@ def check_head(hf: nn.Module) -> None:
 
 
 def logits_divisor(hf: nn.Module) -> float:
-    """Return the divisor of the model's logits (Granite), 1 for other models. The head takes it for a temperature."""
+    """Return the divisor of the model's logits (Granite), 1 for others. The caller multiplies the temperature by it."""
     return getattr(hf.config, "logits_scaling", None) or 1.0
 
 

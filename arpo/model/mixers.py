@@ -1,8 +1,9 @@
 """Token mixers of a model's layers: attention, convolution, recurrence. Each must stay within a row.
 
-Other models are refused. Attention by rows is in attention.py. A short convolution or a recurrence (gated delta) gets
-one row at a time, from the prompt's first token on; in a tree, the path from the root to a leaf. Only the outputs of
-tokens that the row computes itself are kept. Outputs of shared tokens were kept with an earlier row, and are equal.
+A model with any other kind of layer is refused. Attention by rows is in attention.py. A short convolution or a
+recurrence (gated delta) gets one row at a time, from the prompt's first token on; in a tree, the path from the root to
+a leaf. Only the outputs of tokens that the row computes itself are kept. Outputs of shared tokens were kept with an
+earlier row, and are equal.
 """
 
 from __future__ import annotations

@@ -188,8 +188,11 @@ def attention_implementation(cfg: ModelConfig, device: torch.device) -> str:
     return ulysses(attention) if cfg.context_parallel > 1 else register(attention)
 
 
-def load_tokenizer(path: str):
-    """Return the model folder's tokenizer. Raises UserError if there is none, or if the chat template does not end."""
+def load_tokenizer(path: str, *, option: str = "model.path"):
+    """Return the model folder's tokenizer. Raises UserError if there is none, or if the chat template does not end.
+
+    option: the option that names the folder, for errors.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -198,20 +201,20 @@ def load_tokenizer(path: str):
         reason = " ".join(str(error).split())
         if not Path(path).is_dir():  # a name on the Hub, or a folder that does not exist
             reason = f"there is no such folder here, and the hub does not answer or has no such model: {reason}"
-        raise UserError(f"model.path={path}: cannot load the tokenizer ({reason[:200]})") from None
+        raise UserError(f"{option}={path}: cannot load the tokenizer ({reason[:200]})") from None
     templates = tokenizer.chat_template or ""
     for template in templates.values() if isinstance(templates, dict) else [templates]:
         excess = excess_of(template)
         if excess:
             raise UserError(
-                f"model.path={path}: its chat template (chat_template.jinja, or in tokenizer_config.json) needs more "
+                f"{option}={path}: its chat template (chat_template.jinja, or in tokenizer_config.json) needs more "
                 f"than {excess} for a question; take that of the model's publisher"
             )
-    check_vocabulary(path, tokenizer)
+    check_vocabulary(path, tokenizer, option)
     return tokenizer
 
 
-def check_vocabulary(path: str, tokenizer) -> None:
+def check_vocabulary(path: str, tokenizer, option: str) -> None:
     """Raise UserError if the tokenizer has ids without a row in the embeddings: tokens were added, but no rows."""
     if not (Path(path) / "config.json").exists():  # only a tokenizer, for a model on a server
         return
@@ -219,7 +222,7 @@ def check_vocabulary(path: str, tokenizer) -> None:
     beyond = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows}
     if beyond:
         raise UserError(
-            f"model.path={path}: the tokenizer has {len(beyond)} tokens without a row of the model's {num_rows} "
+            f"{option}={path}: the tokenizer has {len(beyond)} tokens without a row of the model's {num_rows} "
             f"embeddings, {beyond[min(beyond)]!r} first; give it rows with transformers, "
             "model.resize_token_embeddings(len(tokenizer)), and save both into the folder"
         )
@@ -228,5 +231,5 @@ def check_vocabulary(path: str, tokenizer) -> None:
 def check_companion(path: str, tokenizer, *, max_model_len: int, option: str) -> None:
     """Raise UserError if the folder of a critic or reference is not complete, or has another vocabulary."""
     check_model_folder(path, max_model_len=max_model_len, option=option)
-    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+    if load_tokenizer(path, option=option).get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{option}={path}: its tokenizer is not that of model.path; use a model of the same family")

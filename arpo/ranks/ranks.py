@@ -41,7 +41,8 @@ class Ranks:
     world_size: int
     device: torch.device
     mesh: DeviceMesh
-    """A mesh named ("dp",), or ("replicate", "shard") if only some of the ranks share a copy of the model."""
+    """Mesh of all ranks. Named ("dp",) if all ranks together hold one copy of the model, ("replicate", "shard") if
+    there are several copies, each spread over `shard` ranks."""
     watch: peers.Watch | None = None
     """Ends the run if a rank is gone. Only under torchrun."""
     group: dist.ProcessGroup | None = None

@@ -17,10 +17,10 @@ import os
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
@@ -39,6 +39,7 @@ from arpo.ranks import Ranks
 from arpo.sft.conversations import read_conversations
 from arpo.tools import system_prompt_for
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 OVERLONG = "overlong.jsonl"
@@ -119,32 +120,49 @@ def _write(path: str | Path, cfg: SFTDataConfig, codec: Codec, *, folder: Path, 
     building = folder.with_name(f"{folder.name}.building")
     if ranks.is_main:
         shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
-    ranks.barrier()
+    _write_together(lambda: ranks.is_main and building.mkdir(parents=True), building, ranks)
     try:
-        part = ranks.call_together(lambda: _write_part(path, cfg, codec, building, ranks))
+        part = _write_together(lambda: _write_part(path, cfg, codec, building, ranks), building, ranks)
         parts = ranks.all_gather_objects(part)
         overlong = [conversation for part in parts for conversation in part.overlong]
         if not any(part.lengths for part in parts):
             raise UserError(f"{path}: {_why_none(cfg, overlong)}")
-        if ranks.is_main:
-            manifest = {
-                "origin": origin,
-                "rows_per_part": [len(part.lengths) for part in parts],
-                "num_dropped": len(overlong),
-                "defects": dict(sum((part.defects for part in parts), Counter()).most_common()),
-            }
-            lengths = np.concatenate([np.frombuffer(part.lengths, np.int32) for part in parts])
-            np.save(building / "lengths.npy", lengths)
-            lines = [json.dumps(conversation) + "\n" for conversation in overlong]
-            (building / OVERLONG).write_text("".join(lines))
-            (building / "manifest.json").write_text(json.dumps(manifest, indent=1))
-            shutil.rmtree(folder, ignore_errors=True)
-            building.rename(folder)
+        _write_together(lambda: ranks.is_main and _finish(building, folder, parts, overlong, origin), building, ranks)
     finally:
         if ranks.is_main:
             shutil.rmtree(building, ignore_errors=True)
     ranks.barrier()
+
+
+def _write_together(write: Callable[[], T], folder: Path, ranks: Ranks) -> T:
+    """Call `write` on each rank and return this rank's value. If one rank cannot write, all ranks raise UserError."""
+
+    def attempt() -> T:
+        try:
+            return write()
+        except OSError as error:
+            reason = f"rank {ranks.rank}: {error.strerror or error}"  # NumPy's error for a full disk has no strerror
+            fix = "free some space, or set run.dir to a folder that all nodes share"
+            raise UserError(f"{folder}: cannot write the tokens ({reason}); {fix}") from None
+
+    return ranks.call_together(attempt)
+
+
+def _finish(building: Path, folder: Path, parts: list[_Part], overlong: list[dict], origin: dict) -> None:
+    """Write the tables of all parts, and give the folder its name."""
+    manifest = {
+        "origin": origin,
+        "rows_per_part": [len(part.lengths) for part in parts],
+        "num_dropped": len(overlong),
+        "defects": dict(sum((part.defects for part in parts), Counter()).most_common()),
+    }
+    lengths = np.concatenate([np.frombuffer(part.lengths, np.int32) for part in parts])
+    np.save(building / "lengths.npy", lengths)
+    lines = [json.dumps(conversation) + "\n" for conversation in overlong]
+    (building / OVERLONG).write_text("".join(lines))
+    (building / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    shutil.rmtree(folder, ignore_errors=True)
+    building.rename(folder)
 
 
 class _Part(NamedTuple):
@@ -163,30 +181,25 @@ def _part_file(folder: Path, part: int) -> Path:
 
 
 def _write_part(path: str | Path, cfg: SFTDataConfig, codec: Codec, folder: Path, ranks: Ranks) -> _Part:
-    """Write this rank's tokens. Raises UserError for a bad conversation."""
+    """Write this rank's tokens. Raises UserError for a bad conversation, or a file that cannot be read."""
     part = _Part(lengths=array("i"), overlong=[], defects=Counter())
     parse = form_of(codec.format).parse_row
     conversations = read_conversations(path, part=ranks.rank, num_parts=ranks.world_size, parse=parse)
     is_silent = None if ranks.is_main else True  # None: a progress bar only on a terminal
     progress = tqdm(conversations, f"tokenising on rank {ranks.rank}", leave=False, disable=is_silent)
-    try:
-        with _part_file(folder, ranks.rank).open("wb") as file:
-            for place, conversation in progress:
-                rendered = render_row(conversation, cfg, codec, place)
-                part.defects.update(_defects(conversation, codec))
-                num_tokens = len(rendered.token_ids)
-                if num_tokens > cfg.max_tokens:
-                    part.overlong.append({"place": place, "tokens": num_tokens})
-                    continue
-                coded = np.asarray(rendered.token_ids, "<u4") * 2 + np.asarray(rendered.loss_mask)
-                coded.astype("<u4").tofile(file)
-                part.lengths.append(num_tokens)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:  # from writing; read_rows turns its own into a UserError
-        raise UserError(
-            f"{folder}: cannot write the tokens ({error.strerror}); run.dir must be a folder all nodes share"
-        ) from None
+    with _part_file(folder, ranks.rank).open("wb") as file:
+        for place, conversation in progress:
+            rendered = render_row(conversation, cfg, codec, place)
+            part.defects.update(_defects(conversation, codec))
+            num_tokens = len(rendered.token_ids)
+            if num_tokens > cfg.max_tokens:
+                part.overlong.append({"place": place, "tokens": num_tokens})
+                continue
+            coded = np.asarray(rendered.token_ids, "<u4") * 2 + np.asarray(rendered.loss_mask)
+            coded.astype("<u4").tofile(file)
+            part.lengths.append(num_tokens)
+        file.flush()
+        os.fsync(file.fileno())
     return part
 
 

@@ -76,6 +76,20 @@ def test_a_number_that_is_none_is_never_the_best(tmp_path, name):
     assert "best validation so far: step 10, " in keep_best(run, saved(run, 5, 10), 10) and kept(run) == "10"
 
 
+def test_folders_and_links_of_the_user_stay_and_his_link_in_the_place_of_ours_is_replaced(tmp_path):
+    """Folders that only begin like a checkpoint's: pytorch/torchtitan#4292."""
+    run = tmp_path / "run"
+    mine = run / "checkpoints" / "best_000005_mine"
+    mine.mkdir(parents=True)
+    (run / "checkpoints" / "best_000003").symlink_to("best_000005_mine")
+    (run / "best").symlink_to("checkpoints/best_000005_mine")
+    for step, accuracy in ((5, 0.5), (10, 0.9)):
+        add_row(run, step, accuracy)
+        assert f"step {step}, " in keep_best(run, saved(run, step), step)
+    assert kept(run) == "10"
+    assert {path.name for path in mine.parent.glob("best_*")} == {"best_000003", "best_000005_mine", "best_000010"}
+
+
 def test_steps_without_an_export_do_not_count(tmp_path):
     run = tmp_path / "run"
     add_row(run, 3)

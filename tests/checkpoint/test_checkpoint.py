@@ -239,7 +239,14 @@ def test_a_run_whose_checkpoints_are_all_broken_stops_instead_of_starting_over(d
 # ---------------------------------------------------------------------------------------------------------- the saving
 
 
-def test_the_newest_stay_with_a_pointer_and_without_leftovers(tiny_model_dir, tmp_path):
+def test_the_newest_stay_with_a_pointer_and_without_leftovers_and_what_the_user_has_put_there(tiny_model_dir, tmp_path):
+    """Names that only begin like a checkpoint's: pytorch/torchtitan#4292 deleted them, k2-fsa/icefall#668 ended."""
+    users = ["step_000004_keep", "step_000004_keep.tmp", "step_000005_keep.broken"]
+    links = ["step_000007", "step_good"]
+    for name in users:
+        (tmp_path / name).mkdir()
+    for name in links:
+        (tmp_path / name).symlink_to("step_000004_keep")
     with mesh_of_one() as mesh:
         policy, optimizer = load(mesh, tiny_model_dir)
         checkpoints = Checkpoints(tmp_path, ranks_of(mesh), keep=2)
@@ -248,7 +255,7 @@ def test_the_newest_stay_with_a_pointer_and_without_leftovers(tiny_model_dir, tm
         (tmp_path / "step_000002.broken").mkdir()
         for step in (9, 10, 11):
             assert checkpoints.write(step, snapshot(policy, optimizer)) == tmp_path / f"step_{step:06d}"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000010", "step_000011"]
+    assert {p.name for p in tmp_path.iterdir()} == {"latest", "step_000010", "step_000011", *users, *links}
     assert (tmp_path / "latest").read_text() == "step_000011\n"
     assert verify(tmp_path / "step_000010") is None and verify(tmp_path / "step_000011") is None
 

@@ -222,9 +222,12 @@ def test_a_start_says_that_it_renews_and_is_silent_where_nothing_is_to_do(tiny_m
     assert f"{link} is renewed" in line and (link.resolve() / "config.json").exists()
 
 
-def test_a_folder_in_the_place_of_the_link_is_said_before_training_and_not_after(tmp_path):
-    (tmp_path / "run" / "hf").mkdir(parents=True)
-    with mesh_of_one() as mesh, pytest.raises(UserError, match=r"run/hf: a folder, where the link .*; move it away"):
+@pytest.mark.parametrize("name", ["hf", "best"])
+def test_a_folder_in_the_place_of_a_link_is_said_before_training_and_not_after(tmp_path, name):
+    """As rsync -L leaves it. fgnt/padertorch#75: a file where the best checkpoint's link should be."""
+    (tmp_path / "run" / name).mkdir(parents=True)
+    words = rf"run/{name}: a folder, where the link .*; move it away"
+    with mesh_of_one() as mesh, pytest.raises(UserError, match=words):
         Saver(RunConfig(name="run", dir=str(tmp_path)), ranks_of(mesh), source="")
 
 

@@ -271,12 +271,15 @@ def test_a_maximum_with_nan_is_nan_in_any_order(values):
 
 def test_a_dump_holds_everything_and_only_the_newest_of_each_kind_stay_whole(tmp_path):
     log = RunLog(tmp_path, Config(), is_main=True, keep_dumps=2)
+    copy = tmp_path / "trajectories" / "step_000001_mine.jsonl.gz"
+    copy.parent.mkdir()
+    copy.touch()
     for step in (1, 2, 3):
         log.trajectories(step, [group()])
     log.trajectories(3, [group()], kind="valid")
     log.close()
-    names = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
-    assert names == ["step_000002.jsonl.gz", "step_000003.jsonl.gz", "valid_000003.jsonl.gz"]
+    names = sorted(path.name for path in copy.parent.iterdir() if path != copy)
+    assert copy.exists() and names == ["step_000002.jsonl.gz", "step_000003.jsonl.gz", "valid_000003.jsonl.gz"]
     rows = read_jsonl(tmp_path / "trajectories" / "step_000003.jsonl.gz")
     assert [r["trajectory_id"] for r in rows] == ["0", "0.0"] and rows[1]["parent_id"] == "0"
     assert rows[0]["turns"][1]["decision"]["outcome"] == "branched" and rows[0]["question"] == "q"

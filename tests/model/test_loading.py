@@ -15,6 +15,7 @@ from arpo.engine.weight_sync import check_checkpoint, full_tensors
 from arpo.errors import UserError
 from arpo.model import load_policy, load_tokenizer
 from arpo.model.critic import load_critic
+from arpo.model.policy import check_companion
 
 CPU = torch.device("cpu")
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -264,8 +265,8 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_one_line(report, tmp_path)
         assert len(load_tokenizer(str(folder))) == 384
         return
     words = f"{len(tokens)} tokens without a row of the model's 384 embeddings, {re.escape(repr(tokens[0]))} first"
-    with pytest.raises(UserError, match=words) as error:
-        load_tokenizer(str(folder))
+    with pytest.raises(UserError, match=rf"^critic\.path=.*: the tokenizer has {words}") as error:
+        check_companion(str(folder), tokenizer, max_model_len=64, option="critic.path")
     assert "resize_token_embeddings" in str(error.value) and "\n" not in str(error.value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -149,6 +150,37 @@ def test_every_rank_names_the_first_bad_conversation_of_the_file(tmp_path, at, b
     said = run_ranks(2, _error, path, tmp_path / "train")
     assert said[0] == said[1] and said[0].startswith(f"{path}:32: {message}")
     assert not (tmp_path / "train").exists() and not (tmp_path / "train.building").exists()
+
+
+@pytest.mark.parametrize("file", ["part_00000.bin", "lengths.npy", "manifest.json"])
+def test_a_full_disk_is_said_on_all_ranks(data, tmp_path, file):
+    folder = tmp_path / "train"
+    said = run_ranks(2, _error_of_full_disk, data, folder, file)
+    assert said[0] == said[1] and "\n" not in said[0]
+    assert said[0].startswith(f"{folder}.building: cannot write the tokens (rank 0: "), said[0]
+    assert said[0].endswith("; free some space, or set run.dir to a folder that all nodes share")
+    assert "None" not in said[0] and not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_said_on_all_ranks(data, tmp_path):
+    (tmp_path / "tokens").touch()
+    said = run_ranks(2, _error_of_full_disk, data, tmp_path / "tokens" / "train", "")
+    assert said[0] == said[1] and "cannot write the tokens (rank 0: Not a directory)" in said[0]
+
+
+def _error_of_full_disk(ranks, path, folder, file: str) -> str:
+    """What is said if rank 0's disk is full as soon as this file is opened."""
+    largest = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+
+    def limit(event: str, args: tuple) -> None:
+        if event == "open" and ranks.rank == 0 and file and str(args[0]).endswith(file):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, largest))
+
+    sys.addaudithook(limit)
+    with pytest.raises(UserError) as caught:
+        tokenise(path, CFG, TagsCodec(build_tiny_tokenizer()), folder=folder, ranks=ranks)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))  # for this value itself
+    return str(caught.value)
 
 
 def _error(ranks, path, folder) -> str:

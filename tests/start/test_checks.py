@@ -231,6 +231,10 @@ def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_o
         ([*NOTES, "--rollout.context_tokens", "3840"], ["context_tokens=3840 is never exceeded", "= 3840; lower it"]),
         ([*NOTES, "--reward.terms", "overlong=1", "--reward.overlong_buffer_tokens", "9"], ["overlong counts the tok"]),
         ([*READS, "3"], ["read_pages=3 x page_chars=3000", "max_result_tokens=1024", "raise it"]),
+        # what vLLM does not sample with; hiyouga/LlamaFactory#10709 makes a top_p of 0 a 1, silently
+        (["--rollout.temperature", "0.005"], ["temperature=0.005 is below 0.01, the lowest", "; set 0 (greedy)"]),
+        (["--rollout.temperature", "2.5"], ["rollout.temperature=2.5 must lie between 0 and 2"]),
+        (["--rollout.top_p", "0"], ["rollout.top_p=0.0 keeps no token; 1 = off"]),
     ],
 )  # fmt: skip
 def test_a_contradiction_is_refused_with_its_reason(flags, words):
