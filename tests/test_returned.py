@@ -130,6 +130,7 @@ REFUSED = {  # option -> (source, what is said)
             FORKS + "[Fork('0', 1, -sum(group.trajectories[0].rollout_logprobs))]",
             "NaN: logprobs of results, rewards) is nan",
         ),
+        (FORKS + "[Fork('0', 1, group.trajectories[0].reward_parts['accuracy'])]", "failed (KeyError: 'accuracy', in"),
     ],
     "advantage.kind": [
         (RULE + "evidence.rewards[:-1]", "the advantages are 2 numbers; they must be 3 numbers"),  # vime #312
