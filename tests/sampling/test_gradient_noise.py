@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from arpo.sampling.gradient_noise import (
     SKETCH_SIZE,
     GradientNoise,
     SketchedMinibatch,
+    half_advantages,
     prompt_similarity,
     signal_share,
 )
@@ -66,8 +69,7 @@ def step_of_bandit(p: float, num_prompts: int, group_size: int, rng: np.random.G
         z = (right - right.mean()) / (right.std(ddof=1) + 1e-6)
         group = Group(Prompt(str(index), [], []), [])
         for i in range(group_size):
-            t = Trajectory(str(index), str(i), stop_reason=StopReason.EOS, reward=right[i] + i / 4)
-            t.kl_penalty = i / 4  # loss.kl_in=reward: what counts is the difference of the two
+            t = Trajectory(str(index), str(i), stop_reason=StopReason.EOS, reward=float(right[i]))
             score = float(right[i]) - p
             sketches[len(rows)] = np.zeros((2, SKETCH_SIZE), dtype=np.float32)  # as model/sketch.py has them
             sketches[len(rows)][:, 7] = z[i] * score, score
@@ -107,6 +109,14 @@ def test_share_and_the_steps_with_half_the_group_are_those_of_the_exact_gradient
     assert values["gradient/signal_share"] == pytest.approx(full, rel=0.15)
     assert values["gradient/half_group_steps"] == pytest.approx((full / half) ** 0.5, rel=0.1)
     assert values["gradient/half_group_steps_low"] < values["gradient/half_group_steps_high"]
+
+
+def test_the_advantages_of_a_half_are_those_after_the_kl_penalty():
+    """loss.kl_in=reward, as the advantages of the full group are."""
+    plain = [Trajectory("p", str(i), reward=float(i % 3)) for i in range(6)]
+    charged = [replace(t, reward=t.reward + i, kl_penalty=float(i)) for i, t in enumerate(plain)]
+    of_plain, of_charged = (half_advantages(group, random.Random(0), AdvantageConfig()) for group in (plain, charged))
+    assert of_plain.any() and (of_plain == of_charged).all()
 
 
 def test_half_of_a_group_says_nothing_if_the_rewards_decide_about_its_size():
