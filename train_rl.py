@@ -198,8 +198,8 @@ def main(cfg: RLConfig) -> None:
         # ---- mini-batches of groups; logprobs and values of their tokens before the update; advantages
         minibatches = make_minibatches(batch.groups, update_cfg, cfg.advantage, ranks)
         metrics.merge(fill_model_outputs(minibatches, models, cfg, timers))
-        metrics.merge(fill_advantages(batch.groups, minibatches, cfg.advantage, loss_cfg=cfg.loss, ranks=ranks))
-        # With a critic the mini-batches stay: it learns also from groups that give the policy no gradient.
+        metrics.merge(fill_advantages(batch.groups, minibatches, cfg.advantage, loss_cfg=loss_cfg, ranks=ranks))
+        # A critic also learns from groups without a gradient for the policy, so with a critic all mini-batches stay.
         if not models.critic:
             minibatches = drop_if_no_gradient(minibatches, loss_cfg, ranks)
 
@@ -226,7 +226,7 @@ def main(cfg: RLConfig) -> None:
             values |= noise.of_step(step, batch.groups, step_sketches(models.policy, minibatches, ranks))
         is_final = step == num_steps or rollouts.must_stop or stop.agreed(ranks)
         log.scalars(step, values | speeds(values, ranks.world_size), distributions(batch.sampled))
-        if run.dump_every and (step == num_steps or step % run.dump_every == 0):
+        if run.dump_every and (is_final or step % run.dump_every == 0):
             log.trajectories(step, batch.sampled)
         was_validated = "valid/well_formed" in values  # the console keeps the line of each validation
         progress.at(step, console_text(values), keep=was_validated)

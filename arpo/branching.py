@@ -254,6 +254,8 @@ class BranchBudget:
                 if num_children is None:
                     continue
                 turn, path = claim
+                # The claims of one trajectory are granted in the order of its turns, so a child's number does not
+                # depend on time.
                 num_before = sum(count for (_, parent), count in self.granted.items() if parent == path)
                 self.waiting.discard(claim)
                 self.granted[claim] = num_children
@@ -280,7 +282,7 @@ class BranchBudget:
         """Return the most children that the decision `earlier` and all that follow from it can take before `claim`."""
         if earlier >= claim:
             return 0
-        # in each turn every trajectory may get max_children, and these decide again in the next turn
+        # In n turns one trajectory can grow to (1 + max_children) ** n trajectories. The turn of the claim counts too.
         num_turns = claim[0] - earlier[0] + 1
         return (1 + self.max_children) ** num_turns - 1
 

@@ -126,9 +126,10 @@ def decisions(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, BranchDecis
 
 
 def turns_after_results(groups: Sequence[Group]) -> Iterator[tuple[float, float, float]]:
-    """Yield (H, H_root, 1.0 or 0.0) of each turn after a tool result: entropies in nats, 1.0 if the trajectory failed.
+    """Yield (H, H_root, 1.0 or 0.0) of each turn after a tool result, or after a note (rollout.context).
 
-    Inherited turns count for the trajectory that sampled them. Trajectories with an infrastructure error do not count.
+    The entropies are in nats. 1.0 means that the trajectory failed. Inherited turns count for the trajectory that
+    sampled them. Trajectories with an infrastructure error do not count.
     """
     for trajectory in (t for group in groups for t in group.trajectories if t.is_judged):
         root_entropy = trajectory.turns[0].entropy

@@ -49,7 +49,8 @@ class Live:
     group: GroupState
     path: Path
     evidence: Evidence | None = None
-    """Evidence of the newest measured turn, None before the first. A branch begins with its parent's."""
+    """Evidence about the newest measured turn; None before the first measurement. A branch starts with the evidence of
+    its parent."""
     entropies: list[float] = field(default_factory=list)
     """Next-token entropies (nats) of the current turn's first tokens, as far as sampled."""
     top_logprobs: list[list[float]] = field(default_factory=list)
@@ -134,7 +135,9 @@ class Live:
         turn.tool_calls = [*calls[:-1], replace(calls[-1], result=calls[-1].result + request)]
         # The old results are replaced, so their tokens are room too. One token is kept for the note itself.
         fits = self.append_results_if_they_fit(codec, self.room(cfg) + num_result_tokens - 1)
-        if fits and not turn.tool_calls[-1].result.endswith(TRUNCATION_MARK):
+        # without enough room, the codec cuts the longest results
+        are_earlier_unchanged = turn.tool_calls[:-1] == calls[:-1]
+        if fits and are_earlier_unchanged and not turn.tool_calls[-1].result.endswith(TRUNCATION_MARK):
             return True
         # undo: write the results back as they were
         turn.tool_calls = calls
@@ -164,7 +167,8 @@ class Live:
         turn = self.trajectory.turns[-1]
         turn.entropy = entropy
         turn.token_entropies = list(entropies)
-        # The first turn of a tree is its own root. A retrospective fork begins without evidence too: no rule reads it.
+        # Without earlier evidence this turn counts as the first turn. That is right for a root. It is wrong for a
+        # retrospective fork, but there no rule reads the evidence.
         earlier = self.evidence or Evidence(entropies, entropies, entropy=entropy, root_entropy=entropy)
         self.evidence = replace(earlier, entropies=entropies, entropy=entropy, turn=self.turn_index)
 

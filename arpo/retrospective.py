@@ -92,7 +92,8 @@ def highest_scores(candidates: list[Fork], budget: int, rng: random.Random) -> l
 
 
 def tree_grpo(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
-    """Choose at random, with replacement, among all turns after a tool result and the root of each tree.
+    """Choose at random, with replacement, among the root of each tree and all turns after a tool result, or after a
+    note (rollout.context).
 
     This is Tree-GRPO (arXiv 2509.21240), and the control that shows how much a choice is worth. A fork at
     turn 0 starts a new tree. The credit `inter_intra` treats it as a separate tree. The paper does not say whether it
@@ -122,7 +123,10 @@ def at2po(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -
 
 
 def top_h(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
-    """Choose the turns after a tool result with the highest entropy: H - 0.05 nats * (siblings - 1)."""
+    """Choose the turns after a tool result, or after a note (rollout.context), with the highest entropy.
+
+    The score of a turn is H - 0.05 nats * (siblings - 1).
+    """
     siblings = times_sampled(group)
     candidates = []
     for (t, turn), start in sampled_turns(group):
@@ -185,9 +189,15 @@ def chosen_forks(finished: Group, budget: int, cfg: BranchingConfig, rng: random
 
     Raises UserError if a selector of the user returns anything but forks at existing turns with finite scores.
     """
-    # A user's selector must not see rewards, because most groups have none yet. NaN, not None or 0: a score computed
-    # from NaN is NaN, and is refused below. A comparison with NaN is False, and is not noticed.
-    visible = finished.for_custom_code(reward=math.nan) if is_own(cfg.selector) else finished
+    # All trajectories may have ended in an infrastructure error. A user's max() over none of them would end the run.
+    if not finished.trajectories:
+        return []
+    visible = finished
+    if is_own(cfg.selector):
+        # A user's selector must not see rewards: most groups have none yet, and of ranks that share an engine only the
+        # first has any. NaN, not None or 0: a score computed from NaN is NaN, and is refused below. A comparison with
+        # NaN is False, and is not noticed.
+        visible = finished.for_custom_code(reward=math.nan, reward_parts={}, reward_reason="")
     what = f"branching.selector={cfg.selector}"
     returned = call_named("branching.selector", cfg.selector, EXPANSIONS, visible, budget, cfg, rng)
     num_turns = {t.trajectory_id: len(t.turns) for t in finished.trajectories}

@@ -244,6 +244,7 @@ class Rollout:
         if evidence.is_answer and context is None:
             self.end(live, StopReason.EOS)
             return
+        # Without calls the turn is a note or an answer. Only a new context can follow it.
         if not evidence.turn.tool_calls and not isinstance(context, list):
             raise UserError(
                 f"rollout.context={self.cfg.context} must return token ids after a note, and None or token ids after "
@@ -303,7 +304,8 @@ class Rollout:
     ) -> None:
         """Start a child that shares everything up to the tool result before `turn`. The parent goes on undisturbed.
 
-        evidence: the child's before its first measured turn; None under a retrospective selector, which reads none.
+        evidence: what the child has until its own first turn is measured. None under a retrospective selector: it
+        reads no evidence.
         """
         parent = group.trajectories[parent_path]
         child = parent.branch(_name(path), turn)

@@ -189,12 +189,17 @@ class Trajectory:
         return self.reward is not None and self.stop_reason != StopReason.ERROR
 
     @property
+    def is_scored(self) -> bool:
+        """True after scoring, even if a function of the user gave no reward; then `reward_reason` says why."""
+        return self.reward is not None or self.reward_reason != ""
+
+    @property
     def is_left_out(self) -> bool:
         """True if not to be trained on: after an infrastructure error, or if a term of the reward has no value.
 
         False before scoring, unless there was an infrastructure error.
         """
-        return self.stop_reason == StopReason.ERROR or (self.reward is None and self.reward_reason != "")
+        return self.stop_reason == StopReason.ERROR or (self.reward is None and self.is_scored)
 
     @property
     def accuracy(self) -> float | None:
@@ -302,7 +307,7 @@ class Group:
     sampled_by: int | None = None
     """Rank that sampled the group; if ranks share an engine, the first rank of the team."""
 
-    def for_custom_code(self, **overrides: float) -> Group:
+    def for_custom_code(self, **overrides: object) -> Group:
         """Return a copy for a custom function, see `Trajectory.for_custom_code`.
 
         overrides: values of fields to set in every trajectory, like reward=nan.

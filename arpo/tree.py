@@ -117,10 +117,12 @@ def plan(rows: list[Row], world_size: int, max_tokens: int) -> list[list[list[in
 def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[tuple[int, int]]:
     """Cut rows in depth-first order into pieces [start, end) of at most `limit` unique tokens. One row may be longer.
 
-    `lengths[i]` = unique tokens of row i, `shared[i]` = tokens that it shares with row i - 1. The result computes the
-    fewest tokens twice; among equals, the sum of squared piece sizes is smallest. So it always cuts where nothing is
-    shared. Two prompts with two rows each, lengths [5, 5, 5, 5], shared
-    [0, 4, 0, 4], limit 11: [(0, 2), (2, 4)], 6 tokens each.
+    `lengths[i]` = unique tokens of row i, `shared[i]` = tokens that it shares with row i - 1. Of all cuts, the result
+    computes the fewest tokens twice. Of equal ones, it has the smallest sum of squared piece sizes. So it cuts wherever
+    nothing is shared.
+
+    Two prompts with two rows each, lengths [5, 5, 5, 5], shared [0, 4, 0, 4], limit 11:
+    [(0, 2), (2, 4)], 6 tokens each.
     """
     # Dynamic programming. best[n] = (tokens computed twice, sum of squared costs, start of the last piece) of n rows.
     best: list[tuple[int, int, int]] = [(0, 0, 0)]

@@ -80,8 +80,10 @@ def test_a_killed_peer_still_ends_the_others_at_once(world):
 
 @pytest.mark.slow
 def test_rl_continues_after_sigterm_as_if_nothing_had_been(tmp_path):
+    """Its last step is dumped, wherever it ends (ecmwf/anemoi-training#183: no last checkpoint)."""
     world = build_toy_world(tmp_path)
     flags = (str(world / "config.yaml"), "--run.num_steps", "6", "--run.save_every", "0", "--run.validate_every", "3")
+    flags = (*flags, "--run.dump_every", "9")
     run_script("train_rl.py", *flags, "--run.name", "whole")
     run = world / "runs" / "stopped"
     with script_on_ranks("train_rl.py", *flags, "--run.name", run.name) as (ranks, output):
@@ -90,6 +92,7 @@ def test_rl_continues_after_sigterm_as_if_nothing_had_been(tmp_path):
         assert wait_for_all(ranks, 60) == 0, output.read_text()
     last = read_metrics(run)[-1]["step"]
     assert 2 <= last < 6 and verify(run / "checkpoints" / f"step_{last:06d}") is None
+    assert [dump.name for dump in run.glob("trajectories/step_*")] == [f"step_{last:06d}.jsonl.gz"]
     assert f"from step {last}" in run_script("train_rl.py", *flags, "--run.name", run.name)
     assert differing(world / "runs" / "whole", run) == []
 

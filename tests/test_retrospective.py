@@ -241,8 +241,19 @@ def test_a_trajectory_that_an_error_of_ours_ended_is_never_forked(selector):
                    for turn in t.turns)  # fmt: skip
 
 
-@pytest.mark.parametrize("selector", EXPANSIONS)
-def test_a_group_in_which_all_failed_is_filled_with_roots(selector):
+BEST = """
+from arpo.retrospective import Fork
+
+def best(group, budget, cfg, rng):
+    return [Fork(max(group.trajectories, key=lambda t: len(t.turns)).trajectory_id, 1)] * budget
+"""
+
+
+@pytest.mark.parametrize("selector", [*EXPANSIONS, "own.py:best"])
+def test_a_group_in_which_all_failed_is_filled_with_roots(selector, tmp_path, monkeypatch):
+    """A user's selector is not asked about nothing: NovaSky-AI/SkyRL#1641 divides by the number of such rollouts."""
+    (tmp_path / "own.py").write_text(BEST)
+    monkeypatch.chdir(tmp_path)
     dead = EchoTool("search", lambda _: ToolResult("died", ok=False, error_kind="sandbox", infra_error=True))
     branching = BranchingConfig(selector=selector, num_initial_rollouts=2)
     [g] = play(call_then_answer, branching=branching, tools=[dead])

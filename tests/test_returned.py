@@ -195,7 +195,7 @@ def test_a_selector_sees_nan_where_there_is_nothing_yet_and_changes_nothing(own)
     name = own(
         "def f(group, budget, cfg, rng):\n"
         "    for t in group.trajectories:\n"
-        "        assert math.isnan(t.reward)\n"
+        "        assert math.isnan(t.reward) and not t.reward_parts and t.is_solved is None\n"
         "        unknown = [math.isnan(lp) for lp in t.rollout_logprobs]\n"
         "        assert unknown == [not mask for mask in t.loss_mask]\n"
         "        t.rollout_logprobs.clear()\n"

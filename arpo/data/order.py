@@ -38,7 +38,10 @@ class PromptOrder:
     """State of a custom order, as JSON values. `add` updates the state; checkpoints store it, a resumed run sets it."""
 
     def add(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Called with a step's groups, once they have rewards; the same groups on all ranks. Return metrics."""
+        """Called with a step's groups, once they have rewards; the same groups on all ranks. Return metrics.
+
+        Not called for a step that is not trained on.
+        """
         return {}
 
     def indices(self, step: int) -> list[int]:

@@ -71,8 +71,9 @@ READ = (
     "tools/all/not_run",
     "reward/solved_share",
     "group/reward_std",
+    "group/not_trained_on",
 )
-"""The metrics that the bands read."""
+"""The metrics that `Alarms.add` reads."""
 
 
 class Alarms:
@@ -118,6 +119,9 @@ class Alarms:
     def add(self, step: int, values: Mapping[str, float]) -> list[str]:
         """Add the metrics of a step. Return a text for each metric that has been outside its band for IN_A_ROW
         steps."""
+        # A step without training says more about the tools than about the policy.
+        if values.get("group/not_trained_on"):
+            return []
         alarms = []
         for name, value_of, low, high in BANDS:
             value = value_of(values)

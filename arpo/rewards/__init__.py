@@ -115,11 +115,11 @@ def score_groups(
 
     terms: if given, the reward is their sum. custom: otherwise, if given, the reward is from this function. Without
     both it is by rule. tools: the tags of the loaded tools. form: the value of protocol.format. only_new: skip
-    trajectories with a reward. Raises UserError with file and sample if a custom reward fails.
+    trajectories that were scored before. Raises UserError with file and sample if a custom reward fails.
     """
     pairs = [(t, group.prompt) for group in groups for t in group.trajectories]
     if only_new:
-        pairs = [(t, prompt) for t, prompt in pairs if t.reward is None]
+        pairs = [(t, prompt) for t, prompt in pairs if not t.is_scored]
 
     def by_rule(t: Trajectory, prompt: Prompt) -> RewardResult:
         return score_by_rule(t, prompt, cfg, tools=tools, form=form)

@@ -12,8 +12,9 @@
 A source (driver.py) decides which prompt starts next, and when the sampling is done. `drive`, there, is the only loop.
 A validation is a source too; its groups go to the scores, not to the update.
 
-The invariant: each drawn prompt is trained on exactly once, or is drawn again. A sample depends on seed, step, prompt
-and path only. The rank changes nothing but time.
+The invariant: no drawn prompt is lost. Its group is in exactly one step, or it is drawn again. A step in which tools or
+rewards failed is not trained on (health.py). A sample depends on seed, step, prompt and path only. The rank changes
+nothing but time.
 
 `BranchingSignal`, `BranchWorth` and `ToolHealth` watch the groups of each step.
 """

@@ -2,7 +2,7 @@
 
 `BranchWorth` compares the outcomes of branches and roots over a window of steps. A branch with the outcome of its
 parent has shown nothing new. The formula for the best number of branches per root is that of cluster sampling (Cochran,
-Sampling Techniques). It advises only if the whole 95 % interval agrees.
+Sampling Techniques). `BranchWorth` advises only if the present number of roots lies outside the 95 % interval.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def answered(
     calling: dict[str, list[int]],
     name_of: Callable[[str], str],
 ) -> list[tuple[Owner, str, list[RecordedCall]]]:
-    """Return the records without calls with an unread result: such calls run again."""
+    """Return the records without the calls whose results the rollout has not read yet. These calls run again."""
     lives_calling = {live.owner: live for live in lives if live.key in calling}
     kept = []
     for owner, name, calls in records:
@@ -117,15 +117,16 @@ def restore(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt]) 
     else:
         trees = [_read(file) for file in files]
         tree = trees[0]
-        groups = sorted((group for tree in trees for group in tree["groups"]), key=lambda group: group["number"])
-        mine = groups[ranks.rank :: ranks.world_size]
+        all_groups = [group for tree_of_rank in trees for group in tree_of_rank["groups"]]
+        mine = sorted(all_groups, key=lambda group: group["number"])[ranks.rank :: ranks.world_size]
     try:
         carry.num_drawn = tree["num_drawn"]
         carry.waiting = {number: by_id[prompt_id] for number, prompt_id in tree["waiting"]}
         lives = [pair for group in mine for pair in _add_group(carry, group, by_id)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"does not fit data.train or this version ({type(error).__name__}: {error})"
-        raise UserError(f"{files[0]}: {reason}; give the run the prompts that it had") from None
+        file = files[ranks.rank] if len(files) == ranks.world_size else files[0]
+        raise UserError(f"{file}: {reason}; give the run the prompts that it had") from None
     for plain, live in sorted(lives, key=lambda pair: pair[0]["place"]):
         if plain["calls"] is None:
             carry.loop.decoding[live.key] = live
@@ -143,7 +144,10 @@ def check_nothing_is_left(files: Sequence[Path]) -> None:
 
 def _read(file: Path) -> dict:
     try:
-        return parse_json(inflate(read_file(file)))
+        tree = parse_json(inflate(read_file(file)))
+        if not isinstance(tree, dict) or not {"groups", "waiting", "num_drawn"} <= tree.keys():
+            raise ValueError("not a file of carried groups")
+        return tree
     except (OSError, ValueError) as error:  # not written by `state_of`, as the checksum is right
         raise UserError(f"{file}: cannot be read ({error}); take an older checkpoint") from None
 

@@ -6,8 +6,8 @@
     step 2   the engine gets all unfinished turns again, with their tokens as the prompt, and new groups as well
 
 No prompt is dropped or started anew, even if a group takes long: after `rollout.carry_over` steps the step waits for
-the group. At most 2 N groups have started without being trained on yet. At most N of these groups are older than the
-current step, because all groups finished at the beginning of a step are trained on at the end.
+the group. At most 2 N groups have started without being trained on yet. Each step trains on N of them, so at most N are
+left from earlier steps. If one of these is finished when a step begins, that step trains on it.
 
 A token from an earlier step was sampled by an older policy. `Trajectory.versions` names the step, and the rollout's
 logprobs are from that policy. The rollout correction (TIS or MIS) weighs each token by the distance of its policy from
@@ -27,11 +27,8 @@ from typing import NamedTuple
 
 from arpo.growing import GroupState
 from arpo.sampling.driver import Source
-from arpo.sampling.sampler import Sampler, StorePoller
+from arpo.sampling.sampler import IDLE_S, Sampler, StorePoller
 from arpo.trajectory import Group, Prompt
-
-IDLE_S = 0.005
-"""Pause in seconds of a rank without work, before it looks again for tools and other ranks."""
 
 
 @dataclass
@@ -84,11 +81,12 @@ class CarryOver(Source):
         self._store = self.team.ranks.store if self.team.num_teams > 1 else None
         self.hears_others = self._store is not None
         self._poller = StorePoller(sampler)
-        self._queue: Iterator[int] = iter(())  # numbers that this rank may start; a pulled one is only pulled if asked
+        # Numbers that this rank may start. Pulled numbers: the store is asked only when the next number is needed.
+        self._queue: Iterator[int] = iter(())
         self._postponed: list[int] = []  # numbers from the queue that cannot start yet
         self._is_full = False
         self._num_finished_before = 0  # groups of all ranks that were finished when the step began
-        self._num_due = 0  # groups of all ranks that were not, and must finish in this step
+        self._num_due = 0  # groups of all ranks that were unfinished when the step began, and must finish in it
 
     # ---- a step begins
 
@@ -99,7 +97,11 @@ class CarryOver(Source):
 
     @property
     def num_to_redraw(self) -> int:
-        """On resume, the run goes back this many prompts in the data, so that each prompt is trained on."""
+        """Number of drawn prompts from the first untrained one on.
+
+        A run that ends because its tools failed saves no carried groups, and goes back this far in the data
+        (ToolHealth).
+        """
         untrained = [group.number for group in self.started_groups] + list(self.waiting)
         return self.num_drawn - min(untrained, default=self.num_drawn)
 

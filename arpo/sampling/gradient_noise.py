@@ -2,7 +2,8 @@
 
 The gradients of two prompts have the signal in common; the rest is noise (the gradient noise scale, arXiv 1812.06162).
 `GradientNoise` compares the prompts of a window of steps with each other, and does the same with half of each group's
-trajectories. This shows what a smaller group would lose. It advises only if the whole 95 % interval agrees.
+trajectories. This shows what a smaller group would lose. `GradientNoise` advises on half the group only if the whole
+95 % interval lies on one side of a bound.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ENOUGH = 1.25
 TOO_FEW = 1.3
 """Half the group is advised against if it needs more than this many times the steps."""
 MIN_MIXED_SHARE = 0.5
-"""Larger groups are advised if a smaller share of the groups has different rewards."""
+"""If a smaller share of the groups has different rewards, the log says so."""
 
 
 def prompt_similarity(gradients: np.ndarray) -> float | None:
@@ -72,7 +73,8 @@ def signal_share(similarity: float, num_prompts: int) -> float:
 def half_advantages(trajectories: Sequence[Trajectory], rng: random.Random, cfg: AdvantageConfig) -> np.ndarray | None:
     """Split a group into two random halves. Return each trajectory's advantage in its half, 0 in the other half: (2, N)
 
-    None if a half would have fewer than two trajectories.
+    If N is odd, one trajectory is in neither half, and has 0 in both. None if a half would have fewer than two
+    trajectories.
     """
     size = len(trajectories) // 2
     if size < 2:
@@ -81,7 +83,7 @@ def half_advantages(trajectories: Sequence[Trajectory], rng: random.Random, cfg:
     advantages = np.zeros((2, len(trajectories)))
     for half in (0, 1):
         chosen = order[half * size : (half + 1) * size]
-        rewards = np.array([trajectories[i].reward for i in chosen])
+        rewards = np.array([trajectories[i].reward - trajectories[i].kl_penalty for i in chosen])
         advantages[half, chosen] = z_scores(rewards, cfg, ddof=1)
     return advantages
 
@@ -204,9 +206,7 @@ class GradientNoise:
         self.num_mixed = 0
         advice = ""
         if mixed_share < MIN_MIXED_SHARE:
-            advice = (
-                f"only {mixed_share:.0%} of the groups have different rewards: more roots, or larger groups, teach more"
-            )
+            advice = f'only {mixed_share:.0%} of the groups have different rewards; "What to choose" says what helps'
         if len(units) < MIN_UNITS:
             return {}, advice
         # an estimate around 0 may be negative: no signal was seen

@@ -23,10 +23,6 @@ NOT_RECORDED = "not in the recorded results"
 class Verdict:
     """The judgement of a batch."""
 
-    failed_share: float = 0.0
-    """Share of trajectories with an infrastructure error."""
-    missed_share: float = 0.0
-    """Share of searches without a recorded result."""
     bad_because: str = ""
     """Reason not to train on the batch; "" for a good batch."""
     warning: str = ""
@@ -41,9 +37,9 @@ class ToolHealth:
     """Watches the batches of a run. Every rank sees all groups, so all ranks decide alike.
 
     A trajectory with an infrastructure error is left out of the loss. With many such errors mostly questions without a
-    tool would be left, and the policy would learn to do without tools. A search of recorded results teaches the same if
-    it finds none: the model reads an error, and its trajectory stays in the loss. If many trajectories had no reward,
-    the policy would be trained only on answers that are easy to assess.
+    tool would be left, and the policy would learn to do without tools. A search in recorded results that finds nothing
+    has the same effect. The model reads an error, the trajectory stays in the loss, and the policy learns not to
+    search. If many trajectories had no reward, the policy would be trained only on answers that are easy to assess.
     """
 
     def __init__(self) -> None:
@@ -80,7 +76,7 @@ class ToolHealth:
         elif missed_share and not self._told_of_misses:
             warning = f"warning: {missed}; the model reads an error in their place, and is trained on it"
         self._told_of_misses |= missed_share > 0
-        self.verdict = Verdict(failed_share, missed_share, bad_because=bad_because, warning=warning)
+        self.verdict = Verdict(bad_because, warning)
         return self.verdict
 
     @property

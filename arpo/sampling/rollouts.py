@@ -34,7 +34,7 @@ class Batch:
     sampled: list[Group]
     """All groups, scored, in the order of the prompts."""
     groups: list[Group]
-    """The groups to train on; none if tools failed too often (health.py)."""
+    """The groups to train on; none if tools or rewards failed in too many trajectories (health.py)."""
     local_metrics: Metrics
     """Metrics of this rank's share of the groups."""
     global_values: dict[str, float]
@@ -68,7 +68,8 @@ class Rollouts:
         self.num_drawn = 0
         """Prompts drawn from the data so far."""
         self.num_drawn_before = 0
-        """Place in the data, as `num_drawn`, to which a resumed run goes back if the current batch is bad."""
+        """Place in the data, as `num_drawn`, before the current batch. A resumed run goes back to it if this batch was
+        the first of the bad batches that ended the run."""
         self.carry = CarryOver(sampler, self.num_prompts) if sampler.rollout.carry_over else None
         self.health = ToolHealth()
         self.signal = BranchingSignal(sampler.branching)
@@ -80,8 +81,8 @@ class Rollouts:
     def resume(self, state: dict, rank_files: Sequence[Path], *, done_steps: int) -> None:
         """Continue after `done_steps` steps. Collective. Raises UserError for files that do not fit.
 
-        `state` and `rank_files` hold the values of `state` and `rank_state` at that time. Without a `state` the place
-        in the data follows from `done_steps`.
+        `state`: what the method `state` returned then. `rank_files`: what `rank_state` returned on each rank. Without a
+        `state` the place in the data follows from `done_steps`.
         """
         self.num_drawn = state.get("num_drawn", done_steps * self.num_prompts)
         self.order.state = state.get("order", self.order.state)
@@ -171,19 +172,22 @@ class Rollouts:
         ranks = self.sampler.team.ranks
         share = sampled[ranks.rank :: ranks.world_size]  # each rank counts its share once
         metrics = rollout_metrics(share, self.sources, take_counts(self.sampler.tools.tools), step)
-        values = self.signal.add(sampled) | add_groups(self.order, sampled)
-        # under until_mixed the rewards decide which groups have branches, so these cannot be compared with roots
-        if not self.sampler.branching.until_mixed:
-            values |= self.worth.add(sampled)
+        values = self.signal.add(sampled)
         verdict = self.health.judge(sampled, self.num_drawn_before)
-        if verdict.may_train:
+        warnings = [self.signal.warning, verdict.warning]
+        if verdict.may_train:  # else the rewards say more about the tools than about the prompts
+            values |= add_groups(self.order, sampled)
+            # under until_mixed the rewards decide which groups have branches, so these cannot be compared with roots
+            if not self.sampler.branching.until_mixed:
+                values |= self.worth.add(sampled)
+                warnings.append(self.worth.warning)
             groups = groups_to_train_on(sampled, self.num_prompts, self.advantage)
             if self.advantage.keep_variance < 1:
                 values["group/trained_share"] = len(groups) / len(sampled)
         else:
             groups = []
             values["group/not_trained_on"] = 1.0
-        for warning in (self.signal.warning, self.worth.warning, verdict.warning):
+        for warning in warnings:
             if warning:
                 self.sampler.log.line(f"step {step}: {warning}")
         return Batch(sampled, groups, local_metrics=metrics, global_values=values)

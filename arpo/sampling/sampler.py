@@ -24,6 +24,8 @@ POLL_S = 0.05
 """Least number of seconds between two polls of the store."""
 POLL_S_PER_TEAM = 2e-4
 """Seconds between two polls, for each team. A poll is two requests, so many teams send at most 10,000 a second."""
+IDLE_S = 0.005
+"""Pause in seconds of a rank with an idle engine, before it looks again for tools and other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class Sampler:
     max_num_seqs: int = 256
     """engine.max_num_seqs: a team that decodes this many trajectories takes no further prompt."""
     score: Callable[[list[Group]], None] | None = None
-    """Fills the missing rewards of all trajectories of these groups; in a training a `Scoring`."""
+    """Scores the trajectories of these groups that were not scored before; in a training a `Scoring`."""
     on_group: Callable[[Group, list[float]], None] | None = None
     """Called with each finished group and the seconds of its trajectories."""
     clock: Callable[[], float] = time.monotonic
@@ -117,7 +119,7 @@ def rollout(
     seed: int | str,
 ) -> list[Group]:
     """Sample `cfg.group_size` trajectories per prompt on this rank, in the order of prompts and paths."""
-    # 0: in a run, the number of the rollout stands after the seed
+    # In a run the step stands after the seed. Here 0 takes its place.
     source = Source(Rollout(engine, tools, codec, cfg=cfg, branching=branching), prompts, f"{seed}|0")
     drive(source)
     return [source.groups[index] for index in sorted(source.groups)]

@@ -38,14 +38,14 @@ class Scoring:
 
         Under branching.until_mixed a group may be scored already; then there is nothing to begin.
         """
-        if not self.team.is_first or all(t.reward is not None for t in group.trajectories):
+        if not self.team.is_first or all(t.is_scored for t in group.trajectories):
             return
         for function in self.functions:
             if function.has_begin:
                 function.begin(group)
 
     def __call__(self, groups: list[Group]) -> None:
-        """Fill the missing rewards of all trajectories of these groups. Raises UserError."""
+        """Score those trajectories of these groups that were not scored before. Raises UserError."""
         rewards.score_groups(
             groups,
             self.cfg,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from arpo.growing import GroupState
 from arpo.sampling.driver import Source
-from arpo.sampling.sampler import Sampler, StorePoller
+from arpo.sampling.sampler import IDLE_S, Sampler, StorePoller
 from arpo.selection import is_dead
 from arpo.trajectory import Group, Prompt
 
@@ -29,8 +29,8 @@ ranks, long workload with 8)."""
 class OneRollout(Source):
     """The prompts of one rollout. This team samples a fixed share, or pulls prompts (rollout.dispatch).
 
-        dealt     0 2 4 6 belong to team 0, and 1 3 5 7 to team 1. All start at once or, with `max_at_once`, only while
-                  fewer trajectories are unfinished.
+        dealt     0 2 4 6 belong to team 0, and 1 3 5 7 to team 1. All start at once. With `max_at_once`, a prompt
+                  starts only while fewer trajectories than this are unfinished.
         pulled    The next prompt goes to the first team with room: a slow team 1 may get 1 and 4, team 0 all others.
 
     A pulling team has room while its engine decodes fewer than `max_num_seqs` trajectories; trajectories waiting for
@@ -136,6 +136,7 @@ class Refilled(OneRollout):
         self.limit_to_share_of(num_wanted)
         self.num_wanted = num_wanted
         self.poller = StorePoller(sampler)
+        self.hears_others = self.team.num_teams > 1
         self.is_mixed: dict[int, bool] = {}
         """Index of the prompt -> True if its group is mixed, for all groups known to this rank."""
         self.num_counted = 0
@@ -190,6 +191,8 @@ class Refilled(OneRollout):
     def idle(self, *, has_calls: bool) -> None:
         if not has_calls:
             self.poller.wait(self.poller.every_s)
+        elif self.hears_others:
+            self.poller.wait(IDLE_S)
 
     def poll(self) -> None:
         """Read the events of newly finished groups, if a poll is due."""
@@ -214,7 +217,8 @@ class Refilled(OneRollout):
 
     @property
     def num_allowed(self) -> int:
-        """Number of prompts that may have started by now, so that the unfinished prompts should just fill the step.
+        """Number of prompts that may have started by now: those with known groups, and as many more as should fill the
+        step.
 
         The estimate of the mixed share adds a few assumed mixed groups (PRIOR_SHARE). Without them, the first dead
         groups would start many more prompts.
@@ -233,8 +237,9 @@ class Refilled(OneRollout):
     def exchange(self) -> list[Group]:
         """Return the groups of all teams up to the last wanted one. Collective."""
         groups = super().exchange()
-        # Up to the last wanted group all prompts were started, so there a group's place is its prompt's index.
-        # A team without prompts left may not yet know the newest groups of the other teams.
+        # A team without prompts left may not have read the newest events, so count again from the groups. All prompts
+        # up to the last wanted group have started. So up to there, a group's position in `groups` is the index of its
+        # prompt.
         self.is_mixed = {index: not is_dead(group) for index, group in enumerate(groups) if group}
         self.count_mixed()
         taken = groups[: self.num_taken]

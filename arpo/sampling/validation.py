@@ -18,7 +18,8 @@ class Validation:
 
     def __init__(self, sampler: Sampler, log: RunLog, prompts: Sequence[Prompt], run: RunConfig, num_steps: int):
         """`sampler` is the sampler of the training. num_steps: number of steps of the run."""
-        greedy = replace(sampler.rollout, temperature=0.0, top_p=1.0, group_size=1)
+        # carry_over=0: a validation is never cut, so the engine need not send each token alone (Rollout.submit)
+        greedy = replace(sampler.rollout, temperature=0.0, top_p=1.0, group_size=1, carry_over=0)
         no_branching = replace(sampler.branching, selector="none", num_initial_rollouts=1, dynamic_budget=False)
         self.sampler = replace(sampler, rollout=greedy, branching=no_branching)
         self.log = log
@@ -41,7 +42,8 @@ class Validation:
         if step % self.run.validate_every and step != self.num_steps:
             return {}
         source = OneRollout(self.sampler, self.prompts, step, label="validation")
-        self.sampler.run(source, "validation", len(self.sampler.team.share(self.prompts)))
+        # the validation before step 1 is not a part of any step
+        self.sampler.run(source, "validation", len(self.sampler.team.share(self.prompts)), is_part=step > 0)
         self.sampler.score(source.to_score if self.sampler.team.is_first else [])
         groups = source.exchange()
         self.log.trajectories(step, groups, kind="valid")

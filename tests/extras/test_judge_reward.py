@@ -229,6 +229,7 @@ def test_a_group_that_is_scored_already_does_not_begin_again(make_scoring, monke
     """Under branching.until_mixed the rollout scores a group before it is finished."""
     scoring, scored, new = make_scoring("judge=1"), group("a", "4", "5"), group("b", "4", "5")
     scoring([scored])
+    scored.trajectories[0].reward, scored.trajectories[0].reward_reason = None, "judge_failed"
     begun = []
     monkeypatch.setattr(scoring.functions[0].function, "begin", begun.append)
     for one in (scored, new):

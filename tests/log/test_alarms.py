@@ -66,8 +66,9 @@ def test_a_number_that_leaves_its_band_for_two_steps_is_named_once_also_by_a_run
         [USUAL | {"tools/all/calls": 0.0}] * 8 + [USUAL] * 4,
         [{"loss/entropy": 0.5 ** (step / 8), "optim/grad_norm": 1.1**step} for step in range(60)],
         [USUAL] * 8 + [{}] * 4 + [{"optim/grad_norm": 0.01}] * 3,  # a small step harms nothing
+        [USUAL] * 8 + [USUAL | {"response/tokens": 20.0, "group/not_trained_on": 1.0}] * 2 + [USUAL] * 4,
     ],
-    ids=["all is right", "no call has run yet", "slowly", "not there"],
+    ids=["all is right", "no call has run yet", "slowly", "not there", "an outage of the tools"],
 )
 def test_what_is_usual_or_slow_or_not_there_is_no_collapse(tmp_path, rows):
     assert watch(tmp_path, rows) == []

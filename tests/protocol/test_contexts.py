@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers.fakes import ScriptedEngine
+from helpers.fakes import EchoTool, ScriptedEngine
 from helpers.families import TEMPLATES, hermes_codec, opening_template
 from helpers.scripted_rollout import ANSWER, CALL, CODEC, SHORT, TOKENIZER, play, prompt
 
@@ -205,6 +205,23 @@ def test_without_room_for_the_request_the_trajectory_ends_as_it_was():
     [trajectory] = group.trajectories
     assert trajectory.stop_reason == StopReason.LENGTH and texts_of(trajectory) == [CALL, CALL]
     assert [call.result for call in trajectory.tool_calls] == ["found", "found"] and REQUEST not in trajectory.text
+    trajectory.check()
+
+
+@pytest.mark.parametrize(("room", "num_turns"), [(1000, 3), (700, 1)])
+def test_no_earlier_result_is_cut_to_make_room_for_the_request(room, num_turns):
+    """A codec cuts the longest result, which may be another one than the last (UKGovernmentBEIS/inspect_ai#4493)."""
+    codec = hermes_codec("qwen2_5")
+    call = '<tool_call>\n{{"name": "{}", "arguments": {{"{}": "q"}}}}\n</tool_call>'
+    turns = [call.format("search", "query") + call.format("python", "code"), "what I know", "\\boxed{1}"]
+    messages = [{"role": "user", "content": "question"}]
+    asked = Prompt("p0", messages, ["1"], token_ids=tuple(codec.render_prompt(messages)))
+    cfg = replace(SUMMARY, max_result_tokens=700, answer_reserve_tokens=60, max_response_tokens=room)
+    tools = [EchoTool("search", "x" * 400), EchoTool("python", "2")]
+    [group] = play(lambda *at: turns[at[2]], cfg=cfg, branching=ONE, tools=tools, prompts=[asked], codec=codec)
+    [trajectory] = group.trajectories
+    assert len(trajectory.turns) == num_turns  # without a note it ends as too long, and as it was
+    assert [call.result for call in trajectory.tool_calls] == ["x" * 400, "2" + REQUEST * (num_turns == 3)]
     trajectory.check()
 
 

@@ -225,9 +225,13 @@ def test_a_function_may_be_async_and_batched_and_see_everything_in_any_thread(ow
 
 
 def test_only_new_trajectories_are_scored_where_that_is_asked_for(own):
-    custom, group = custom_of(own("def f(d, text, truth, e): return 7.0 + (truth in text)")), make_group()
+    """A function that gave no reward is not asked again (huggingface/trl#2737 asks for None as an answer)."""
+    function = "def f(d, text, truth, e): return {'score': 7.0 if truth in text else None}"
+    custom, group = custom_of(own(function)), make_group()
     group.trajectories[0].reward = 5.0
-    assert rewards_of(custom, group, only_new=True) == [5.0, 7.0]
+    for _ in range(2):
+        assert rewards_of(custom, group, only_new=True) == [5.0, None]
+        group.prompt.answers[0] = "London"  # now the function would give it one
 
 
 def test_async_functions_run_at_the_same_time_and_always_on_one_loop(own):

@@ -9,16 +9,19 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.cut_rollout import CutEngine, PunctualRunner, advance, moved, plain, play_cut, saved, train
 from helpers.fakes import EchoTool
 from helpers.scripted_rollout import ANSWER, CODEC, SHORT, TOKENIZER, prompt, score
 from helpers.stateful import ForkedNotes, shared_texts, sharing
 
+from arpo.engine.team import Team
 from arpo.errors import UserError
 from arpo.growing import GroupState
 from arpo.metrics import staleness
 from arpo.options import BranchingConfig, RolloutConfig
+from arpo.ranks import Ranks
 from arpo.retrospective import EXPANSIONS
 from arpo.rollout import Rollout
 from arpo.sampling.carried_state import check_nothing_is_left, restore
@@ -275,7 +278,15 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(carrying, tmp_path):
     with pytest.raises(UserError, match=r"does not fit data.train .*; give the run the prompts that it had$"):
         restore(carry, files, prompts[:1])
     train(carry, prompts, 2, 2, 2, num_drawn=4)
+    carry.team = Team(Ranks(1, 2, torch.device("cpu"), mesh=None))  # each rank names its own file
+    with pytest.raises(UserError, match=r"carried_00000.json.gz: does not fit data.train"):
+        restore(carry, [tmp_path / "of rank 0", *files], prompts[:1])
+    carry.team = carry.sampler.team
     check_nothing_is_left(saved(carry, tmp_path))  # the run had ended
+    files[0].write_bytes(gzip.compress(b'{"num_drawn": 1}'))
+    for read in (check_nothing_is_left, lambda files: restore(carry, files, prompts)):
+        with pytest.raises(UserError, match=r"carried_00000.json.gz: cannot be read \(not a file of carried groups\)"):
+            read(files)
     files[0].write_bytes(gzip.compress(b"{")[:-3])
     with pytest.raises(UserError, match=r"carried_00000.json.gz: cannot be read"):
         restore(carry, files, prompts)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from arpo.sampling.gradient_noise import (
     SKETCH_SIZE,
     GradientNoise,
     SketchedMinibatch,
+    half_advantages,
     prompt_similarity,
     signal_share,
 )
@@ -108,6 +111,14 @@ def test_share_and_the_steps_with_half_the_group_are_those_of_the_exact_gradient
     assert values["gradient/half_group_steps_low"] < values["gradient/half_group_steps_high"]
 
 
+def test_the_advantages_of_a_half_are_those_after_the_kl_penalty():
+    """loss.kl_in=reward, as the advantages of the full group are."""
+    plain = [Trajectory("p", str(i), reward=float(i % 3)) for i in range(6)]
+    charged = [replace(t, reward=t.reward + i, kl_penalty=float(i)) for i, t in enumerate(plain)]
+    of_plain, of_charged = (half_advantages(group, random.Random(0), AdvantageConfig()) for group in (plain, charged))
+    assert of_plain.any() and (of_plain == of_charged).all()
+
+
 def test_half_of_a_group_says_nothing_if_the_rewards_decide_about_its_size():
     values, said = noise_of(0.5, 64, 16, 10, sizes_vary=True)
     assert values.keys() == {"gradient/signal_share", "gradient/noise_scale"} and not said
@@ -117,14 +128,16 @@ def test_it_says_so_where_half_the_group_would_do_and_where_the_groups_are_all_a
     _, said = noise_of(0.5, 64, 16, 10)
     assert len(said) == 1 and "half the group would teach as much" in said[0]
     _, said = noise_of(0.02, 8, 4, 10)
-    assert len(said) == 1 and "larger groups" in said[0]
+    assert len(said) == 1 and said[0].endswith(
+        'different rewards; "What to choose" says what helps (docs/branching.md)'
+    )
 
 
 @pytest.mark.parametrize(("group_size", "is_told"), [(2, True), (8, False)])
 def test_groups_of_two_that_are_mostly_alike_are_told_of(group_size, is_told):
     """jsboige/CoursIA#10603: p = 0.1819; of two generations 30 % of the groups are mixed, of eight 80 %."""
     values, said = noise_of(0.1819, 8, group_size, 40)
-    assert any("larger groups" in line for line in said) is is_told
+    assert any("different rewards" in line for line in said) is is_told
     assert all(math.isfinite(value) for value in values.values())
 
 

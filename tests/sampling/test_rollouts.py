@@ -1,4 +1,7 @@
-"""The rollouts of a run: whatever the source, each prompt that was drawn is trained on exactly once, or drawn again."""
+"""The rollouts of a run: whatever the source, no drawn prompt is lost.
+
+Its group is in exactly one step, or it is drawn again. A step in which tools or rewards failed is not trained on.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -75,12 +78,15 @@ def test_a_run_goes_on_where_its_state_ends(begin, source):
 
 @pytest.mark.parametrize("source", ["dealt", "refilled, pulled", "carried"])
 def test_steps_in_which_tools_fail_are_not_trained_on_and_the_third_in_a_row_ends_the_run(begin, source):
+    """Nor do they say how hard a prompt is (PrimeIntellect-ai/prime-rl#2076) or how branches end."""
     dead = EchoTool("search", lambda _: ToolResult("died", ok=False, error_kind="sandbox", infra_error=True))
-    rollouts = begin(source, dead)
+    rollouts, judged_by_order = begin(source, dead), []
+    rollouts.order.add = lambda groups: judged_by_order.append(groups) or {}
     for step in (1, 2, 3):
         rollouts.raise_if_broken()
         batch = rollouts.next(step, Timers())
         assert batch.sampled and batch.groups == [] and rollouts.must_stop == (step == 3)
+        assert not judged_by_order and not rollouts.worth.pairs
     with pytest.raises(UserError, match=r"tools failed in .* of the trajectories, in 3 batches in a row; "):
         rollouts.raise_if_broken()
     assert rollouts.state()["num_drawn"] == 0 and rollouts.rank_state() is None  # nothing was learnt of them

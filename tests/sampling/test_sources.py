@@ -345,6 +345,36 @@ def test_a_rank_does_not_wait_for_others_longer_than_the_run_says():
             idle.idle(has_calls=False)
 
 
+class Hanging(EchoTool):
+    """Has the other rank fill the step, and does not answer before the test fails."""
+
+    async def run(self, argument: str) -> ToolResult:
+        for number in (1, 2):
+            if number not in self.other.groups:
+                finish(self.other, number, mixed=True)
+        await asyncio.sleep(30)
+        self.arguments.append(argument)
+        return ToolResult("too late", ok=True)
+
+
+def test_a_rank_that_waits_for_a_tool_ends_with_the_step():
+    """What no longer counts holds up nobody: THUDM/slime#2218 cancels the calls of a filled step."""
+    store, tool, engine = dist.HashStore(), Hanging("search"), ScriptedEngine(TOKENIZER, call_then_answer)
+    runner = ToolRunner({"search": tool})
+    tool.other, idle = (source_for(5, rank, 2, store, num_wanted=2) for rank in range(2))
+    sampler = replace(idle.sampler, engine=engine, tools=runner)
+    waiting = Refilled(sampler, prompts(5), "test", num_wanted=2)
+    assert taken(tool.other, *both(0, 0)) == [0, 1]
+    finish(tool.other, 0, mixed=False)
+    assert taken(tool.other, (0, 0)) == [2]
+    try:
+        sampler.run(waiting, "", 2)
+    finally:
+        runner.close()
+    assert waiting.started == {"p3": 3} and not waiting.groups and not tool.arguments
+    assert waiting.num_taken == 3
+
+
 def test_nothing_is_left_in_the_store():
     store = dist.HashStore()
     source = source_for(3, store=store, num_wanted=2)

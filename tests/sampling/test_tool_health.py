@@ -16,21 +16,22 @@ def batch(num_failed: int, reason: StopReason = StopReason.ERROR) -> list[Group]
 
 
 @pytest.mark.parametrize(
-    ("groups", "failed_share", "trains"),
+    ("groups", "failed"),
     [
-        (batch(0), 0, True),
-        (batch(5), 0.05, True),
-        (batch(6), 0.06, False),
-        (batch(100), 1, False),
-        (batch(10, StopReason.TOOL_LIMIT), 0, True),  # through their own doing
-        ([], 0, True),
+        (batch(0), ""),
+        (batch(5), ""),
+        (batch(6), "6%"),
+        (batch(100), "100%"),
+        (batch(10, StopReason.TOOL_LIMIT), ""),  # through their own doing
+        ([], ""),
     ],
     ids=["0", "5", "6", "100", "limits", "empty"],
 )
-def test_more_than_five_percent_of_failed_trajectories_skip_the_update(groups, failed_share, trains):
+def test_more_than_five_percent_of_failed_trajectories_skip_the_update(groups, failed):
     health = ToolHealth()
     verdict = health.judge(groups)
-    assert verdict.may_train is trains and verdict.failed_share == failed_share and not health.must_stop
+    assert verdict.bad_because == (f"tools failed in {failed} of the trajectories" if failed else "")
+    assert verdict.may_train is (failed == "") and not health.must_stop
 
 
 def test_the_prompts_of_the_bad_batches_that_end_a_run_come_again():
@@ -62,26 +63,28 @@ def calls(*made: ToolCall, inherited: tuple[ToolCall, ...] = ()) -> list[Group]:
 
 
 @pytest.mark.parametrize(
-    ("groups", "missed_share", "trains"),
+    ("groups", "missed", "trains"),
     [
-        (calls(), 0, True),
-        (calls(*[FOUND] * 10), 0, True),
-        (calls(*[MISS] * 2, *[FOUND] * 8), 0.2, True),  # not more than 20 %
-        (calls(*[MISS] * 21, *[FOUND] * 79), 0.21, False),
-        (calls(MISS), 1, False),
-        (calls(MISS, MISS, *[FOUND] * 6, *[REFUSED] * 9), 0.25, False),  # what was not run missed nothing
-        (calls(MISS, *[SILENT] * 4), 0.2, True),
-        (calls(*[FOUND] * 4, inherited=(MISS,) * 9), 0, True),  # the parent's calls, which count there
-        (calls(MISS, *[WRONG_CODE] * 99, FOUND), 0.5, False),  # of the searches, not of the calls
-        (calls(*[WRONG_CODE] * 99), 0, True),
-        (calls(*[UNRECORDED_CODE] * 99), 0, True),
+        (calls(), "", True),
+        (calls(*[FOUND] * 10), "", True),
+        (calls(*[MISS] * 2, *[FOUND] * 8), "20.0%", True),  # not more than 20 %
+        (calls(*[MISS] * 21, *[FOUND] * 79), "21.0%", False),
+        (calls(MISS), "100.0%", False),
+        (calls(MISS, MISS, *[FOUND] * 6, *[REFUSED] * 9), "25.0%", False),  # what was not run missed nothing
+        (calls(MISS, *[SILENT] * 4), "20.0%", True),
+        (calls(*[FOUND] * 4, inherited=(MISS,) * 9), "", True),  # the parent's calls, which count there
+        (calls(MISS, *[WRONG_CODE] * 99, FOUND), "50.0%", False),  # of the searches, not of the calls
+        (calls(*[WRONG_CODE] * 99), "", True),
+        (calls(*[UNRECORDED_CODE] * 99), "", True),
     ],
 )  # fmt: skip
-def test_more_than_a_fifth_of_searches_without_a_recorded_result_skips_the_update(groups, missed_share, trains):
+def test_more_than_a_fifth_of_searches_without_a_recorded_result_skips_the_update(groups, missed, trains):
     health = ToolHealth()
     verdict = health.judge(groups)
-    assert verdict.may_train is trains
-    assert verdict.missed_share == pytest.approx(missed_share) and not health.must_stop
+    assert verdict.may_train is trains and not health.must_stop
+    said = f"{missed} of the searches are not in the recorded results" if missed else ""
+    assert said in verdict.warning and bool(verdict.warning) is bool(missed)
+    assert verdict.bad_because == ("" if trains else said)
     assert ("this batch is not trained on" in verdict.warning) is not trains
 
 

@@ -12,7 +12,7 @@ from helpers.stateful import ForkedNotes, Notes, shared_texts
 
 from arpo.config.sections import RunConfig
 from arpo.data import PromptOrder
-from arpo.log import RunLog, read_metrics
+from arpo.log import Console, RunLog, read_metrics
 from arpo.options import AdvantageConfig, BranchingConfig, RolloutConfig
 from arpo.ranks import Timers
 from arpo.sampling import Rollouts
@@ -51,6 +51,8 @@ def steps(sampler_with, folder: Path, cfg: RolloutConfig, advantage: AdvantageCo
     rollouts.validate_on(PROMPTS[:5], log, RunConfig(validate_every=every), done_steps=0)
     asked = sampler.engine.submitted
     assert bool(asked) == bool(every) and all(spec.temperature == 0 for *_, spec in asked)
+    # under carry_over too, as a validation is never cut
+    assert {spec.num_chunk_tokens for *_, spec in asked} <= {BRANCHES.entropy_tokens - 1}
     for step in range(1, 4):
         sampled = rollouts.next(step, Timers()).sampled
         groups.append(plain(sampled))
@@ -66,8 +68,10 @@ def steps(sampler_with, folder: Path, cfg: RolloutConfig, advantage: AdvantageCo
 @pytest.mark.parametrize(
     ("target", "last_step"), [(None, 3), (0.0, 2), (1.0, 3)], ids=["no target", "reached at once", "never reached"]
 )
-def test_a_run_ends_at_the_first_validation_that_is_good_enough(sampler_with, tmp_path, target, last_step):
+def test_a_run_ends_at_the_first_validation_that_is_good_enough(sampler_with, tmp_path, capsys, target, last_step):
+    """A log file shows the progress of the one before the first step, which belongs to none."""
     sampler = sampler_with(random_tree, [EchoTool("search")], CFG, BRANCHES, score=score)
+    sampler = replace(sampler, log=Console(is_main=True))
     log = RunLog(tmp_path, RunConfig(), is_main=True)
     rollouts = Rollouts(sampler, PromptOrder(len(PROMPTS), 4, 0, option="n"), PROMPTS, KEEP, num_steps=3)
     run = RunConfig(validate_every=2, stop_at_accuracy=target)
@@ -80,6 +84,7 @@ def test_a_run_ends_at_the_first_validation_that_is_good_enough(sampler_with, tm
     rollouts.raise_if_broken()
     log.close()
     assert step == last_step and rollouts.must_stop == (target == 0.0)
+    assert capsys.readouterr().out.count("validation 5/5") == 1
 
 
 @pytest.mark.parametrize("way", WAYS)
