@@ -35,6 +35,7 @@ class Config:
 
 
 def test_a_resumed_run_forgets_what_was_logged_after_its_checkpoint(tmp_path):
+    """Small numbers stay what they are (axolotl-ai-cloud/axolotl#3320: losses below 0.00005 were logged as 0)."""
     log = RunLog(tmp_path, Config(), is_main=True)
     for step in (1, 2, 3):
         log.scalars(step, {"reward/mean": float(step), "mismatch/kl": 2.5e-9, "nan": math.nan})
