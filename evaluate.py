@@ -116,8 +116,9 @@ def main(cfg: EvalConfig) -> None:
     env = Environment(model=cfg.model, protocol=cfg.protocol, tools=cfg.tools, team=team, rollout=cfg.rollout)
     muted_tools = team.tool_runner({tag: MutedTool(tag) for tag in env.tools.tools})
     sets, absent = load_sets(cfg.eval, env.codec, env.schemas)
-    if cfg.reward.file:
-        load_custom("reward.file", cfg.reward.function).try_on(sets[0].prompts[0], env.codec)
+    own_prompts = [prompt for s in sets if s.metric == "reward" for prompt in s.prompts]
+    if cfg.reward.file and own_prompts:
+        load_custom("reward.file", cfg.reward.function).try_on(own_prompts[0], env.codec)
 
     # ---- questions: those that an earlier run of the same command has finished are not asked again
     folder = cfg.run.folder
@@ -133,7 +134,7 @@ def main(cfg: EvalConfig) -> None:
     del records
     ranks.barrier()  # no rank may write a record before all ranks have read the old ones
     is_finished = not any(questions.prompts for questions in sets_to_ask)
-    # A muted set asks again the questions of another set, so it is not reported.
+    # Only plain sets are counted here: a muted set has the questions of its plain set.
     if ranks.is_main and not is_finished:
         record_session(folder, {s.name: s.num_overlong for s in sets if not s.is_muted})
     for name in absent:
@@ -173,7 +174,7 @@ def main(cfg: EvalConfig) -> None:
         source = OneRollout(
             sampler,
             questions.prompts,
-            name=0,  # also seeds the samples: the same in each set
+            name=0,  # part of the seeds: a muted set gets the random numbers of its plain set
             label=questions.name,
             max_at_once=2 * cfg.engine.max_num_seqs,  # one full batch decodes while another waits for tools
         )

@@ -228,7 +228,7 @@ def main(cfg: RLConfig) -> None:
         log.scalars(step, values | speeds(values, ranks.world_size), distributions(batch.sampled))
         if run.dump_every and (is_final or step % run.dump_every == 0):
             log.trajectories(step, batch.sampled)
-        was_validated = "valid/well_formed" in values  # the console keeps the line of each validation
+        was_validated = "valid/tool_calls" in values  # the console keeps the line of each validation
         progress.at(step, console_text(values), keep=was_validated)
         entropy_target.add(values.get("loss/entropy"))
         alarms.check(step, values)

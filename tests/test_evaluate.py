@@ -6,6 +6,7 @@ on purpose, answer right) is played by a scripted server, in this process.
 
 import json
 import logging
+import re
 import shutil
 import time
 from pathlib import Path
@@ -243,8 +244,16 @@ def test_the_report_says_what_was_asked_of_which_model_and_what_was_left_out(wor
     assert len((folder / "sessions.jsonl").read_text().splitlines()) == 1 and (folder / "report.md").read_text() == text
 
 
-def test_the_control_with_muted_tools_asks_the_same_questions_and_is_in_no_average(world, server, evaluate_here):
+def test_the_control_with_muted_tools_asks_the_same_questions_and_is_in_no_average(
+    world, server, evaluate_here, tmp_path
+):
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(trajectory, prompt):\n"
+        "    assert prompt.prompt_id.startswith('own'), 'benchmarks have graders of their own'\n"
+        "    return {'score': 1, 'accuracy': 1}\n"
+    )
     flags = {"eval__benchmarks": "gsm8k math500", "eval__files": str(world / "own.jsonl")}
+    flags["reward__file"] = f"{tmp_path}/mine.py"
     evaluate_here(*server_flags(world, server, "muted", **flags, eval__num_muted="1"))
     records = read_records(world / "muted")
     muted = [r for r in records if r.benchmark.endswith("_muted")]
@@ -297,6 +306,31 @@ def test_a_run_that_its_server_left_continues_with_the_next_one(world, evaluate_
         evaluate_here(*server_flags(world, second, "left", **flags))
         assert len(second.requests) - 2 <= 3 * (20 - len(done))
     assert len(read_records(world / "left")) == 20
+
+
+def test_questions_that_an_outage_cut_off_are_asked_again_by_the_same_command(world, server, evaluate_here, tmp_path):
+    (tmp_path / "web.py").write_text(
+        "from pathlib import Path\nfrom arpo.tools.base import ToolResult\n"
+        "class Search:\n"
+        "    tag = 'search'\n"
+        "    async def run(self, argument):\n"
+        f"        return ToolResult(Path({str(tmp_path)!r}, argument).read_text(), ok=True)\n"
+    )
+    flags = {"eval__benchmarks": "gsm8k", "tools__names": f"python {tmp_path}/web.py:Search", "eval__num_muted": "1"}
+    flags = [
+        f for f in server_flags(world, server, "outage", **flags) if not re.match(r"--tools.search|local|.*corpus", f)
+    ]
+    evaluate_here(*flags)
+    lines = (world / "outage" / "report.md").read_text().splitlines()
+    [note] = [line for line in lines if "infrastructure" in line]
+    assert note.startswith("- 4 trajectories were cut off by an infrastructure error (the same command asks again)")
+    (tmp_path / "otter").write_text("otters swim")
+    server.requests.clear()
+    evaluate_here(*flags)
+    assert sum(b'"seed"' in r.body for r in server.requests) == 4 * 3  # none of the muted set
+    assert "infrastructure" not in (world / "outage" / "report.md").read_text()
+    records = read_records(world / "outage")
+    assert len(records) == 4 + 2 and all(r.trajectory.text.endswith("\\boxed{42}</answer>") for r in records)
 
 
 # ---- bad input: one line, before anything is generated

@@ -34,7 +34,7 @@ from arpo.rewards import load_custom, score_groups
 from arpo.rewards.terms import load_terms
 from arpo.sampling.sampler import rollout
 from arpo.start.load import load_config
-from arpo.tools import make_tools, prices_of, system_prompt_for, take_counts, tool_schemas
+from arpo.tools import make_tools, own_options, prices_of, system_prompt_for, take_counts, tool_schemas
 from arpo.tools.base import ToolRunner
 from arpo.tools.interface import answer
 from arpo.trajectory import Group, Prompt, ToolCall, Trajectory, Turn
@@ -259,6 +259,12 @@ def test_options_stand_in_yaml_as_mappings_and_those_of_no_loaded_tool_or_of_one
     name = f"{write_own_file('A tool with options', tmp_path)}:Calculator"
     (tmp_path / "c.yaml").write_text(f"tools:\n  names: [{name}]\n  options:\n    - {{{name}: {{digits: 3}}}}\n")
     assert make_tools(load_config(Config, [str(tmp_path / "c.yaml")]).tools)["calculator"].cfg.digits == 3
+    code = "class Dash:\n    tag = 'dash'\n    def __init__(self, cfg: Options): ...\n    async def run(self, _): ...\n"
+    head = "import dataclasses\n@dataclasses.dataclass\nclass Options:\n    text: str\n    texts: tuple[str, ...]\n"
+    (tmp_path / "dash.py").write_text(head + code)
+    dash = {f"{tmp_path}/dash.py:Dash": {"text": "-x", "texts": ["--text"]}}
+    made = own_options(*dash, ToolsConfig(names=tuple(dash), options=(json.dumps(dash),)))
+    assert (made.text, made.texts) == ("-x", ("--text",))
     age = f"{write_own_file('A tool from a function', tmp_path)}:age"
     with pytest.raises(UserError, match=r"takes no options \(its constructor"):
         tool_schemas(load_config(Config, ["--tools.names", age, "--tools.options", json.dumps({age: {"a": 1}})]).tools)
@@ -280,6 +286,15 @@ class Plain:
     async def run(self, argument, context):
         return ToolResult(f"plain {context}", ok=True)
 
+class Renamed(Plain):
+    schema = text_schema("other", "Say it again.", "text", "Any text.")
+
+class SeveralRenamed:
+    def schemas(self):
+        return {"plain": Renamed.schema}
+    def tools(self):
+        return {"plain": Plain()}
+
 class Several:
     def schemas(self):
         return {"plain": text_schema("plain", "Say it again.", "text", "Any text.")}
@@ -299,6 +314,9 @@ def test_a_tool_need_not_derive_from_the_base_class(tmp_path, name):
     assert (result.text, result.ok) == ("plain the context", True) and not take_counts(tools)
     with pytest.raises(UserError, match="has the tag 'plain', which is taken"):
         tool_schemas(ToolsConfig(names=(f"{tmp_path}/mine.py:{name}",) * 2))
+    other = {"Plain": "Renamed", "Several": "SeveralRenamed"}[name]
+    with pytest.raises(UserError, match=f"{other} has the tag 'plain', but its schema is named 'other'; make them"):
+        tool_schemas(ToolsConfig(names=(f"{tmp_path}/mine.py:{other}",)))
 
 
 T, A = "<think>t</think>", "<think>t</think><answer>\\boxed{4}</answer>"

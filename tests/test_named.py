@@ -101,6 +101,16 @@ async def late(a, b=1):
 made, (one, _) = 1, (2, 3)
 if made:
     inside = 3
+try:
+    from nothing_like_it import tried
+    from nothing_like_it import other as renamed
+except ImportError:
+
+    def tried(evidence, cfg):
+        local = 1
+        return 0.25
+
+    renamed = tried
 """
 
 
@@ -137,10 +147,11 @@ def test_a_selector_that_takes_something_else_is_refused(mine):
         words = rf"mine.py:{name} takes {takes}; it must be a function of \(evidence, cfg\)"
         with pytest.raises(UserError, match=words):
             BranchingConfig(selector=mine(name))
+    assert BranchingConfig(selector=mine("tried")) and find("branching.selector", mine("tried"), {})(None, None) == 0.25
 
 
 def test_a_file_or_name_that_is_not_there_is_said_before_anything_is_imported(mine, tmp_path):
-    for name in ("gspo", "mean", "half", "late", "made", "one", "inside"):
+    for name in ("gspo", "mean", "half", "late", "made", "one", "inside", "tried", "renamed"):
         check_name("loss.kind", mine(name), "losses", "TOKEN_LOSSES")
     (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "all.py").write_text("from arpo.losses import *\n")
@@ -148,6 +159,7 @@ def test_a_file_or_name_that_is_not_there_is_said_before_anything_is_imported(mi
     for value, words in (
         ("none.py:f", "loss.kind=none.py:f: there is no such file; check the path"),
         ("mine.py:gpso", "loss.kind=mine.py:gpso: mine.py does not define 'gpso'; did you mean 'gspo'?"),
+        ("mine.py:local", "mine.py does not define 'local'"),
         ("mine.py:zzzzz", "mine.py does not define 'zzzzz'; it has grpo, hard, k3, AGGREGATIONS"),
         ("broken.py:f", "broken.py is not valid Python (SyntaxError: "),
     ):

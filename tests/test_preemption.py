@@ -146,7 +146,7 @@ def test_ctrl_c_leaves_no_process_no_shared_memory_and_no_temporary_folder(tmp_p
     assert process.returncode != 0
     if launcher == "python":  # torchrun itself says more, and has a code of its own
         assert process.returncode == 130 and "Traceback" not in output
-        assert output.count("interrupted: the same command goes on after the newest checkpoint") == 1
+        assert output.count("interrupted: the same command continues the run") == 1
     deadline = time.monotonic() + 60
     while left := {pid: line for pid, line in others.items() if is_running(pid)}:
         assert time.monotonic() < deadline, left

@@ -1,1 +1,1 @@
-"""YAML files and flags become a frozen config. Also: the allowed values, and the folders of runs and models."""
+"""Config sections with their facts, checks of names and returned values, and readers of untrusted files."""

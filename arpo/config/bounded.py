@@ -86,8 +86,8 @@ class Written(NamedTuple):
 def read_yaml(path: Path, *, as_written: bool = False) -> Any:
     """Return the value in a YAML file. Raises OSError too.
 
-    Also refused are a key that a mapping has twice (YAML silently takes the last), and an alias: a few of them can
-    stand for gigabytes.
+    Raises ValueError also for a repeated key (YAML would silently take the last one), and for an alias (a few aliases
+    can expand to gigabytes).
 
     as_written: numbers and truth values become `Written`, keys and dates become texts. For YAML reads `no` as False,
     1.10 as 1.1, 010 as 8, and 1:30 as 90.

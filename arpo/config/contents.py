@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -100,9 +101,12 @@ def keep_code(folder: Path, cfg: object) -> None:
     """Copy the user's Python files to RUN/code, and write the difference from the commit to RUN/code/changes.diff."""
     folder.mkdir(exist_ok=True)
     for key, value in leaves(cfg).items():
-        for path in paths_in(value):
-            if path.suffix == ".py":
-                shutil.copyfile(path, folder / f"{key}-{path.name}")
+        num_named: Counter[str] = Counter()
+        for path in dict.fromkeys(path for path in paths_in(value) if path.suffix == ".py"):
+            num_named[path.name] += 1
+            number = f"{num_named[path.name]}-" if num_named[path.name] > 1 else ""  # a/tool.py and b/tool.py
+            shutil.copyfile(path, folder / f"{key}-{number}{path.name}")
+    (folder / "changes.diff").unlink(missing_ok=True)  # of an earlier start
     diff = _git("diff", "HEAD")
     if diff:
         (folder / "changes.diff").write_text(diff)

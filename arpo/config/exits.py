@@ -90,7 +90,7 @@ def exit_interrupted(number: int, frame: FrameType | None) -> NoReturn:
     # a rank that was writing a checkpoint comes here twice, the second time by a KeyboardInterrupt
     was_said = handler == signal.SIG_DFL
     if os.environ.get("RANK", "0") == "0" and not was_said:
-        print("interrupted: the same command goes on after the newest checkpoint", file=sys.stderr)
+        print("interrupted: the same command continues the run", file=sys.stderr)
     sys.exit(128 + number)
 
 
@@ -109,7 +109,7 @@ def wait_or_end(done: threading.Event, what: Callable[[], str]) -> None:
     """Wait for an event, with the log and the end of `watched`. `what()` returns the name of the awaited thing."""
     if done.wait(SAY_AFTER_S):
         return
-    limit = f"; the run ends where it has not within {GIVE_UP_S:g} s"
+    limit = f"; the run ends if it has not returned within {GIVE_UP_S:g} s"
     logger.warning("%s has not returned for %g s%s", what(), SAY_AFTER_S, limit)
     started = time.monotonic() - SAY_AFTER_S
     while not done.wait(1.0):

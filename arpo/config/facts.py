@@ -6,14 +6,14 @@
 |------------------------------------------------------|------------------------------------------------|
 | Between(0, 1), AtLeast(0)                            | if it lies outside                             |
 | Needs("loss.kind", "gspo", "mine")                   | unless loss.kind is gspo or mine               |
-| Needs("loss.kind", not_in=("ppo",), use="gspo")      | if loss.kind is ppo. A new loss of a user's    |
-|                                                      | file gives the knob an effect too              |
+| Needs("loss.kind", not_in=("ppo",), use="gspo")      | if loss.kind is ppo. Under any other loss,     |
+|                                                      | also a user's, the knob has an effect          |
 | Needs("tools.names", has=("python",))                | unless the list has the name python            |
 |                                                      | ("overlong=1" counts as "overlong")            |
 | Needs("branching.selector", met=judges, use="arpo")  | unless the function returns True for the value |
 | Needs("loss.kl_coefficient", use=0.001)              | if the setting is 0, False or empty            |
 | MAY_CHANGE                                           | never: the value may change within a run       |
-| no MAY_CHANGE                                        | if the run was begun with another value        |
+| without MAY_CHANGE                                   | if a resumed run began with another value      |
 
 A knob may need several settings. A need is checked only for a value that differs from the default, and only in a script
 that has the setting. Two errors:

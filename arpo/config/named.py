@@ -85,8 +85,8 @@ def takes(option: str, value: str, form: tuple[str, ...]) -> bool:
     return num_required <= len(form) and None not in node.args.kw_defaults
 
 
-def definition_of(option: str, value: str) -> ast.stmt | None:
-    """Return the statement of FILE.py that defines NAME; None if only an `import *` can define it.
+def definition_of(option: str, value: str) -> ast.AST | None:
+    """Return the node of FILE.py that defines NAME; None if only an `import *` can define it.
 
     Raises UserError if the file does not exist or does not define the name.
     """
@@ -112,18 +112,21 @@ def _path_of(option: str, value: str) -> Path:
 
 
 @cache
-def _defined_in(path: Path) -> dict[str, ast.stmt]:
-    tree = ast.parse(read_file(path, MAX_SOURCE_BYTES).decode())
-    return {name: node for node in tree.body for name in _made_by(node)}
-
-
-def _made_by(node: ast.stmt) -> list[str]:
-    """Return the names that a statement at the top level of a module defines."""
-    if isinstance(node, Function | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return [alias.asname or alias.name for alias in node.names]
-    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+def _defined_in(path: Path) -> dict[str, ast.AST]:
+    """Return the nodes that define a module's names, also within `try` and `if`. The last definition counts."""
+    defined: dict[str, ast.AST] = {}
+    nodes: list[ast.AST] = [ast.parse(read_file(path, MAX_SOURCE_BYTES).decode())]
+    while nodes:  # in the order of the file; a recursion could be too deep
+        node = nodes.pop()
+        if isinstance(node, Function | ast.ClassDef):
+            defined[node.name] = node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            defined |= {alias.asname or alias.name: node for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined[node.id] = node
+        else:
+            nodes += reversed([*ast.iter_child_nodes(node)])
+    return defined
 
 
 def find(option: str, value: str, ours: Mapping[str, T]) -> T:

@@ -31,8 +31,7 @@ class RewardConfig:
     file: Annotated[str, ONE_REWARD] = ""
     """Your own reward: FILE.py:FUNCTION, or FILE.py with a function compute_score. Empty = the built-in reward. The
     function takes (data_source, solution_str, ground_truth, extra_info) or (trajectory, prompt), and returns a float or
-    a dict with `score`; or the function takes (list of {output, answer, data_source}) or (trajectories, prompts), and
-    returns a list of floats or dicts. The function may be async."""
+    a dict with `score`. Or it takes (trajectories, prompts), and returns a list of these. The function may be async."""
 
     @property
     def function(self) -> str:

@@ -79,7 +79,7 @@ class SearchConfig:
     class that keeps a common limit."""
     deadline_s: Annotated[float, Between(0.001, 86400), MAY_CHANGE, SEARCHES] = 30.0
     """Longest time of one search in seconds, including the wait for its turn and all tries. A slower search fails, and
-    the trajectory is dropped."""
+    its trajectory ends: training drops it, and an evaluation asks again when the same command is started again."""
     read_pages: Annotated[int, AtLeast(0), ONLINE] = 0
     """http, brightdata, serper: number of first results to replace by the text of their pages (instead of snippets). 0
     = none. Needs the browse extra. If a page cannot be read, the snippet stays."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -45,7 +45,7 @@ _ADDRESS = re.compile(
 _SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?$")
 """The end of a model folder's path in the Hub's cache."""
 SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", "README.md")
-"""How the names of a model's small files end, those other than weights."""
+"""Endings of the names of a model's files other than weights."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -67,7 +67,8 @@ class HubFile:
 
 
 def parse(name: str) -> HubFile | None:
-    """Return the file that a name or an address means. None for a path: it exists, or is like OWNER/FILE.parquet."""
+    """Return the Hub file of a name or an address. Return None for a local path: it exists, or it ends like a data file
+    (OWNER/FILE.parquet)."""
     if at := _ADDRESS.fullmatch(name):
         file = at["file"] or ""
         is_quoted = name.startswith("https:")  # hf:// quotes revisions alone
@@ -82,21 +83,24 @@ def parse(name: str) -> HubFile | None:
     return HubFile(match["repo"], match["revision"] or "", match["file"] or "")
 
 
-def pin(option: str, name: str, previous: str = "") -> str:
+def pin(option: str, name: str, previous: Sequence[str] = ()) -> str:
     """Return the name with commit and file. A path, and a name with both, is returned unchanged.
 
-    `previous` is the pinned name of a resumed run. It is returned unless `name` asks for another revision or file.
+    `previous` are the pinned names of a resumed run. The first one that fits `name` is returned: it has the same data
+    set, and `name` asks for no revision and no other file.
     Raises UserError, which begins with the option, if the data set cannot be fetched or has several files.
     """
     wanted = parse(name)
-    pinned_before = parse(previous)
     if wanted is None or wanted.is_pinned:
         return str(wanted or name)
     if Path(wanted.repo.partition("/")[0]).is_dir() and not wanted.file:
-        raise UserError(f"{option}={name}: no such file (a data set of the Hub in a folder's place: OWNER/NAME:FILE)")
-    is_same_repo = pinned_before and pinned_before.repo == wanted.repo
-    if is_same_repo and not wanted.revision and wanted.file in ("", pinned_before.file):
-        return previous
+        fix = "for a data set of the Hub with the same name, write OWNER/NAME:FILE"
+        raise UserError(f"{option}={name}: no such file here; {fix}")
+    for earlier in previous:
+        before = parse(earlier)
+        is_same_repo = before and before.repo == wanted.repo
+        if is_same_repo and not wanted.revision and wanted.file in ("", before.file):
+            return earlier
     path, pinned = _fetch(f"{option}={name}", wanted)
     if os.environ.get("RANK", "0") == "0":
         print(f"{option}: {pinned} ({path.stat().st_size / 1e6:,.1f} MB, in {path.parent})", flush=True)
@@ -236,7 +240,7 @@ def _only_file(subject: str, wanted: HubFile) -> str:
 @contextmanager
 def _errors_of_hub(subject: str, page: str) -> Iterator[None]:
     """Turn the Hub's errors into a UserError with the way out. It begins with `subject`."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     page = f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/{page}"
     try:
@@ -245,7 +249,7 @@ def _errors_of_hub(subject: str, page: str) -> Iterator[None]:
     except errors.GatedRepoError:
         reason = f"behind a form; accept it at {page}, then set HF_TOKEN"
     except errors.RepositoryNotFoundError:
-        reason = f"not here, and no {page}, or a private one: correct the name, or set HF_TOKEN"
+        reason = f"no such file here, and {page} does not exist or is private; correct the name, or set HF_TOKEN"
     except errors.RemoteEntryNotFoundError:
         reason = f"no such file; choose one of {page}/tree/main"
     except errors.HfHubHTTPError as error:  # no such revision, a token that is not valid, a Hub that is down
@@ -253,8 +257,8 @@ def _errors_of_hub(subject: str, page: str) -> Iterator[None]:
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.HTTPError) as error:
         fix = "check the proxy, set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to take what the cache has"
         reason = f"not here, and {page} cannot be reached ({_short(error)}); {fix}"
-        if os.environ.get("HF_HUB_OFFLINE"):
-            reason = "not here, and it is not in the Hub's cache, and HF_HUB_OFFLINE is set"
+        if constants.HF_HUB_OFFLINE:
+            reason = "not here, and it is not in the Hub's cache, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
     except (OSError, ValueError) as error:  # a full disk, a name that cannot be
         reason = f"{_short(error)}; check the name, HF_ENDPOINT and the disk's space, and run the same command again"
     raise UserError(f"{subject}: {reason}")

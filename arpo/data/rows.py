@@ -119,7 +119,7 @@ def _csv_rows(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator
 
 
 def _json_rows(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, dict]]:
-    is_array = ".json" in path.suffixes[-2:] and file.read(4).removeprefix(BOM)[:1] == b"["
+    is_array = ".json" in path.suffixes[-2:] and file.read(4096).removeprefix(BOM).lstrip()[:1] == b"["
     file.seek(0)
     values_of = _array_items if is_array else _lines
     for place, row in values_of(path, file, part, num_parts):
@@ -145,7 +145,7 @@ def _lines(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tu
         begin, end = _bounds(sum(1 for _ in file), part, num_parts)
         file.seek(0)
     for line_number, line in enumerate(islice(file, begin, end), start=begin + 1):
-        if line.strip():
+        if line.removeprefix(BOM).strip():
             yield f"{path}:{line_number}", _parsed(path, line, line_number)
 
 

@@ -112,11 +112,15 @@ def _grade_by_reward(records: Sequence[Record], cfg: RewardConfig, custom: Custo
     grades = []
     for record, group in zip(records, groups, strict=True):
         [t] = group.trajectories
+        prediction = extract_prediction(t.segments, record.protocol)
+        if t.reward is None and record.has_failed:
+            grades.append(_grade(record, metric="reward", scores=t.reward_parts, prediction=prediction))
+            continue
         if t.reward is None:
             why = f"no reward for question {record.question_id} ({t.reward_reason}), and an evaluation needs one"
             raise UserError(f"reward.file={cfg.file}: {why}")
-        scores = {**t.reward_parts, "reward": t.reward, "well_formed": float(t.reward >= 0)}
-        prediction = extract_prediction(t.segments, record.protocol)
+        is_well_formed = t.reward_parts["format"] if custom is None else float(well_formed(record))
+        scores = {**t.reward_parts, "reward": t.reward, "well_formed": is_well_formed}
         grade = _grade(record, metric="reward", scores=scores, prediction=prediction)
         if t.accuracy is None:
             # The report must not call this an accuracy, so the metric has another name.
@@ -132,7 +136,7 @@ def _grade(record: Record, *, metric: str, scores: dict[str, float], prediction:
         question_id=record.question_id,
         sample=record.sample,
         scores=scores,
-        correct=scores[metric],
+        correct=scores.get(metric, 0.0),  # after an infrastructure error a custom reward may give none
         metric=metric,
         reason="" if prediction else "no_answer",
         prediction=prediction,

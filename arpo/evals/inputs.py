@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo.data.model_folder import check_model_folder
+from arpo.errors import UserError
 from arpo.evals.benchmarks import read_benchmark, select
 from arpo.protocol import form_of
 from arpo.start.inputs import NUM_ROWS, check_questions
@@ -16,8 +17,9 @@ def check_evaluation(cfg: Any) -> None:
     """Raise UserError for the first file of evaluate.py's config that is missing or has no usable first rows."""
     form_of(cfg.protocol.format)  # records of an earlier start may be in this form
     if cfg.eval.regrade:
-        if Path(cfg.eval.regrade).is_dir():
-            claim_folder(Path(cfg.eval.regrade), cfg.SCRIPT)
+        if not Path(cfg.eval.regrade).is_dir():
+            raise UserError(f"eval.regrade={cfg.eval.regrade}: no such folder; pass runs/NAME")
+        claim_folder(Path(cfg.eval.regrade), cfg.SCRIPT)
         return
     if not cfg.eval.server:
         check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -11,12 +12,14 @@ from arpo.data.hub import local_file, source_of
 from arpo.errors import UserError
 from arpo.evals.benchmarks import read_benchmark, select
 from arpo.evals.grading import Metric
-from arpo.evals.prompts import with_benchmark_prompt
+from arpo.evals.prompts import PROMPTS, with_benchmark_prompt
 from arpo.evals.scores import MUTED
-from arpo.protocol import Codec
+from arpo.protocol import Codec, form_of
 from arpo.protocol.schema import ToolSchema
 from arpo.tools import check_offered, system_prompt_for
 from arpo.trajectory import Prompt
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def load_sets(cfg: EvalSection, codec: Codec, schemas: Mapping[str, ToolSchema])
         )
     for file in cfg.files:
         path = local_file(file)
-        if path.stem in prompts_by_set or file.endswith(f"{MUTED}{path.suffix}"):
+        if path.stem in prompts_by_set or path.stem.endswith(MUTED):
             raise UserError(f"eval.files: {file} has the name of another set; rename it, the report goes by name")
         prompts = load_prompts(path, source=source_of(file))[: cfg.max_questions or None]
         check_offered(prompts, codec.tools, file)
@@ -55,14 +58,22 @@ def load_sets(cfg: EvalSection, codec: Codec, schemas: Mapping[str, ToolSchema])
             prompts = [replace(prompt, meta={"split": prompt.data_source} | prompt.meta) for prompt in prompts]
         prompts_by_set[path.stem] = prompts
     system_prompt = system_prompt_for(cfg.system_prompt, schemas, form=codec.format)
+    lacking: set[str] = set()
+    """Tools that are explained to the model, but not loaded."""
     sets = []
     for name, prompts in prompts_by_set.items():
         asked = [with_benchmark_prompt(prompt, system_prompt, codec.format) for prompt in prompts]
+        lacking |= {tool for prompt in asked for tool in prompt.tools or ()}.difference(codec.tools)
         fitting = tokenize_prompts(
             asked, codec.render_prompt, max_prompt_tokens=cfg.max_prompt_tokens, overlong=cfg.overlong, path=name
         )
         metric = chosen[name].grader if name in chosen else "reward"
         sets.append(QuestionSet(name, fitting, metric, num_overlong=len(prompts) - len(fitting)))
+    # The texts of other values, and a template, explain only loaded tools.
+    if lacking and cfg.system_prompt in ("keep", *PROMPTS) and not form_of(codec.format).template_lists_tools:
+        names = ", ".join(sorted(lacking))
+        fix = "load it, or set eval.system_prompt (default = explain the loaded tools)"
+        logger.warning("the system prompts explain %s, and tools.names lacks it; %s", names, fix)
     if cfg.num_muted:
         sets += [
             QuestionSet(plain.name + MUTED, plain.prompts[: cfg.num_muted], plain.metric, is_muted=True)

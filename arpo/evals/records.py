@@ -22,10 +22,11 @@ from arpo.config.bounded import parse_json, read_file
 from arpo.config.named import brief
 from arpo.config.typed import check_types
 from arpo.errors import UserError
+from arpo.evals.tables import replace_file
 from arpo.log.dumps import dump_line, read_dump
 from arpo.protocol import FORMS
 from arpo.protocol.tags import PAPER_TOOLS
-from arpo.trajectory import Group, Prompt, Trajectory
+from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
 FOLDER = "trajectories"
 
@@ -58,6 +59,11 @@ class Record:
     @property
     def question(self) -> str:
         return self.prompt.messages[-1]["content"]
+
+    @property
+    def has_failed(self) -> bool:
+        """True if an infrastructure error cut the trajectory off. The same command then asks the question again."""
+        return self.trajectory.stop_reason == StopReason.ERROR
 
     @property
     def split(self) -> str:
@@ -100,13 +106,16 @@ class SetDump:
 def read_records(run: Path) -> list[Record]:
     """Read the records of an evaluation, ordered by benchmark, question and sample.
 
-    If a trajectory occurs twice, the first one counts. Raises UserError with file and line for any damage.
+    If a sample occurs twice, the first trajectory without an infrastructure error counts. Raises UserError with file
+    and line for any damage.
     """
     records: dict[tuple[str, str, int], Record] = {}
     for path in sorted((run / FOLDER).glob("*.jsonl")):
         for place, trajectory, row in read_dump(path):
             record = make_record(trajectory, row, place)
-            records.setdefault((record.benchmark, record.question_id, record.sample), record)
+            key = (record.benchmark, record.question_id, record.sample)
+            if key not in records or records[key].has_failed:
+                records[key] = record
     return [records[key] for key in sorted(records)]
 
 
@@ -174,17 +183,20 @@ def grades_path(run: Path, benchmark: str) -> Path:
 def write_grades(path: Path, grades: Sequence[Grade]) -> None:
     """Write one line per grade."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(asdict(grade)) + "\n" for grade in grades), encoding="utf-8")
+    replace_file(path, (json.dumps(asdict(grade)) + "\n" for grade in grades))
 
 
 def read_grades(path: Path) -> list[Grade]:
     """Read a file of `write_grades`. Raises UserError with file and line for any damage."""
     grades: list[Grade] = []
     try:
-        for line in read_file(path).decode().split("\n")[:-1]:
+        *lines, rest = read_file(path).decode().split("\n")
+        for line in lines:
             grade = Grade(**parse_json(line))
             check_types(grade)
             grades.append(grade)
+        if rest:
+            raise ValueError("the last line is cut off")
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}:{len(grades) + 1}: cannot read the grades ({brief(error)}); regrade the run") from None
     return grades

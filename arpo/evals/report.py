@@ -20,6 +20,7 @@ from arpo.evals.scores import MEANS, MUTED, Scores, averages, benchmark_scores
 from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
 from arpo.log.settings import begun_settings, settings_of
 from arpo.rewards import load_custom
+from arpo.trajectory import StopReason
 
 JUDGE_REASONS = {
     "judge_unparsable": "with a judgement that is not clearly a verdict",
@@ -92,14 +93,13 @@ def write_report(
     for name, grades in grades_by_benchmark.items():
         write_grades(grades_path(folder, name), grades)
     replace_file(folder / "report.md", [markdown_report(folder.resolve().name, notes, tables)])
-    replace_file(
-        folder / "scores.json", [json.dumps(scores, indent=1), "\n"]
-    )  # last: its presence means all is written
+    # Last: its presence means that everything is written.
+    replace_file(folder / "scores.json", [json.dumps(scores, indent=1), "\n"])
     return scores
 
 
 def notes_on(scores: Mapping[str, Scores], judge: str) -> list[str]:
-    """Return notes on the control sets, the graders, and the number of failed judgements."""
+    """Return notes on the control sets, the graders, and the numbers of failed judgements and trajectories."""
     notes = []
     if any(name.endswith(MUTED) for name in scores):
         notes.append(f"SET{MUTED}: all tool calls were refused.")
@@ -116,6 +116,10 @@ def notes_on(scores: Mapping[str, Scores], judge: str) -> list[str]:
         num_trajectories = sum(s["grade_reasons"].get(reason, 0) for s in scores.values())
         if num_trajectories:
             notes.append(f"{num_trajectories} trajectories {words}; they count as not correct.")
+    num_failed = sum(s["stop_reasons"].get(StopReason.ERROR, 0) for s in scores.values())
+    if num_failed:
+        cut_off = f"{num_failed} trajectories were cut off by an infrastructure error (the same command asks again)"
+        notes.append(f"{cut_off}; without an answer they count as not correct.")
     return notes
 
 

@@ -26,6 +26,7 @@ FIXED_OPTIONS = (
     "model.enable_thinking",
     "eval.num_samples",
     "eval.system_prompt",
+    "engine.",
     "rollout.",
     "protocol.",
     "tools.",
@@ -60,15 +61,17 @@ def claim_run(folder: Path, cfg: Any, served: str = "") -> None:
 
 
 def unfinished(name: str, prompts: Sequence[Prompt], num_samples: int, records: Sequence[Record]) -> list[Prompt]:
-    """Return the questions of a benchmark with fewer than `num_samples` records. Raises UserError if a recorded
-    question has changed."""
+    """Return the questions of a benchmark with fewer than `num_samples` records without an infrastructure error.
+
+    Raises UserError if a recorded question has changed.
+    """
     prompts_by_id = {prompt.prompt_id: prompt for prompt in prompts}
     num_recorded: Counter[str] = Counter()
     for record in records:
         prompt = prompts_by_id.get(record.question_id)
         if record.benchmark != name or prompt is None:
             continue
-        num_recorded[record.question_id] += 1
+        num_recorded[record.question_id] += not record.has_failed
         if (record.question, record.prompt.answers) != (prompt.messages[-1]["content"], prompt.answers):
             reason = f"{prompt.prompt_id} is another question than when the run was begun"
             raise UserError(f"{name} has changed: {reason}; choose another run.name")

@@ -183,6 +183,7 @@ def summarize(groups: list[Group], *, seed: int = 0) -> dict[str, float]:
     accuracy/SOURCE: the same per data source, if there are several.
     pass@k: unbiased. A sample is solved if its accuracy is 1 (an exact answer).
     reward: mean over the trajectories with a reward.
+    well_formed: mean of the reward's format part. Missing if the reward has no format part.
     unscored: number of trajectories without a reward, if there are any. Without an accuracy they count as wrong, as in
         an evaluation. Otherwise a reward that skips bad answers, or a broken judge, would raise the accuracy.
     """
@@ -207,8 +208,10 @@ def summarize(groups: list[Group], *, seed: int = 0) -> dict[str, float]:
     num_unscored = len(trajectories) - len(rewards)
     if num_unscored:
         scores["unscored"] = num_unscored
+    formats = [t.reward_parts["format"] for t in trajectories if "format" in t.reward_parts]
+    if formats:
+        scores["well_formed"] = mean(formats)
     return scores | {
-        "well_formed": mean(t.reward is not None and t.reward >= 0 for t in trajectories),
         "tool_calls": mean(len(t.tool_calls) for t in trajectories),
         "failed_tool_calls": mean(sum(not call.ok for call in t.tool_calls) for t in trajectories),
         "response_tokens": mean(len(t.token_ids) for t in trajectories),

@@ -15,7 +15,7 @@ RL_CHARTS: Charts = {
     "reward": ("reward/mean", "valid/reward"),
     "accuracy, also by data source": ("reward/accuracy", "accuracy/.*", "valid/accuracy", "valid/accuracy/.*"),
     "spread of the reward": ("reward/std", "group/reward_std"),
-    "share of groups that teach": ("group/mixed_share",),
+    "share of mixed groups": ("group/mixed_share",),
     "response length (tokens)": ("response/tokens", "response/sampled_tokens"),
     "entropy (nats)": ("loss/entropy", "entropy/root", "entropy/after_tool"),
     "tool calls per trajectory": ("tools/calls_per_trajectory",),

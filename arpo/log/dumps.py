@@ -18,14 +18,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
-from arpo.config.bounded import parse_json
+from arpo.config.bounded import MAX_LINE_BYTES, parse_json
 from arpo.config.named import brief
 from arpo.config.typed import check_types
 from arpo.errors import UserError
 from arpo.trajectory import BranchDecision, Context, Group, ToolCall, Trajectory, Turn
 
 SUFFIX = ".jsonl.gz"
-MAX_LINE_BYTES = 256 << 20
 # Level 1 gives a fifth of the size. Level 9 takes ten times longer for 10 % smaller files (benchmarks/dumps.py).
 COMPRESSION = 1
 

@@ -82,7 +82,9 @@ class RunLog(Console):
         if self.dumps.num_lost:
             values = {**values, "log/lost_dumps": self.dumps.num_lost}
         num_waiting = len(self.metrics.waiting_steps)
-        reason = self.metrics.write({"step": step} | {k: round(v, 8) for k, v in values.items()})
+        # Nine significant digits, not decimals: mismatch/kl may be 1e-9.
+        rounded = {k: v if isinstance(v, int) else float(f"{v:.9g}") for k, v in values.items()}
+        reason = self.metrics.write({"step": step} | rounded)
         if reason and not num_waiting:
             self.line(f"warning: {self.metrics.path}: cannot write step {step} ({reason}); its rows wait for room")
         elif num_waiting and not reason:

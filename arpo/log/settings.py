@@ -40,8 +40,8 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def begun_settings(folder: Path) -> dict[str, Any]:
-    """Return `settings_of` a folder, or {} if the file is missing or unreadable. A start that needs the settings raises
-    an error, and any other start writes the file again."""
+    """Return `settings_of` a folder, or {} if they cannot be read. Never raises: a resumed run calls `settings_of`
+    later, and a new run writes the file anew."""
     try:
         return settings_of(folder)
     except UserError:

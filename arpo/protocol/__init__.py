@@ -1,12 +1,14 @@
 """The text between model and tools: forms of calls, schemas of tools, system prompts, and the tokens of all these.
 
 A form of calls is a file here with a line in `FORMS`, or a file of yours (`protocol.format FILE.py:NAME`; extras has an
-example). The file makes a `Form` (form.py). The rest of the code knows only three parts of the form:
+example). The file makes a `Form` (form.py). The rest of the code knows only four parts of the form:
 
     codec       text to tokens and back. If the chat template writes calls and results: a `TemplateCodec` with three
                 short methods
     rules       `FormatRules`: is a response well-formed, and where is its answer? Reward and grader use them
     parse_row   converts the calls of an SFT file
+    template_lists_tools
+                True if the chat template lists the tools, and False if our system prompt does
 
 All forms check names and arguments with `checked_call` (calls.py), so errors, records and caches do not depend on the
 form. A form without JSON first converts the arguments to the types of the tool's schema.

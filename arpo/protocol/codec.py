@@ -112,7 +112,8 @@ class Codec(TextCodec, ABC):
         )
 
     def _functions(self, offered: Sequence[str] | None) -> list[dict] | None:
-        """Return `tools=` of the template. With tags there are none."""
+        """Return the `tools` argument of the chat template: the schemas of the offered tools. The form `tags` passes
+        None."""
         return None
 
     def opened_thought(self, token_ids: Sequence[int]) -> tuple[str, int]:

@@ -138,7 +138,7 @@ def names_in(text: str) -> list[str]:
         try:
             names.append(str(json.loads(body)["name"]))
         except (ValueError, KeyError, TypeError):
-            names.append("unknown")
+            names.append(UNKNOWN)
     return names
 
 
@@ -152,7 +152,7 @@ def parse_row(row: dict, names_of: Callable[[str], list[str]] = names_in) -> Con
     messages: list[dict[str, Any]] = []
     call_names: list[str] = []  # of the newest turn with calls
     call_ids: list[str | None] = []
-    for role, group in groupby(parse_turns(row, _split_results), key=lambda message: message["role"]):
+    for role, group in groupby(parse_turns(row, _with_ids), key=lambda message: message["role"]):
         turns = list(group)
         ids_of_turns = [message.pop("ids", []) for message in turns]
         if role == "assistant":
@@ -186,7 +186,7 @@ def _in_call_order(
         ("tool_call_id", result_ids, call_ids),
         ("name", result_names, call_names),
     ):
-        is_complete = of_calls and None not in of_results and None not in of_calls and "unknown" not in of_calls
+        is_complete = of_calls and None not in of_results and None not in of_calls and UNKNOWN not in of_calls
         if not is_complete or len({*of_calls}) < len(of_calls):
             continue
         if sorted(of_results) != sorted(of_calls):
@@ -200,8 +200,11 @@ def _in_call_order(
     return results
 
 
-def _split_results(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a message of results as a message per result, with the `ids` of the calls. Other messages stay whole."""
+def _with_ids(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Split a message of results into one message per result, and parse the calls of an assistant's message.
+
+    Both get `ids`, the ids of their calls. Other messages stay unchanged.
+    """
     calls = message.get("tool_calls")
     if calls:
         ids = [str(call["id"]) if call.get("id") else None for call in calls if isinstance(call, dict)]
@@ -228,7 +231,8 @@ def _functions(tools: object) -> list[dict] | None:
             return None  # a list of names, as in files of questions
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         return None
-    if not all(isinstance(tool.get("function", tool).get("name"), str) for tool in tools):
+    functions = [tool.get("function", tool) for tool in tools]
+    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
         raise BadRow("an entry of tools has no name")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 

@@ -51,7 +51,7 @@ def check_row_fields(row: dict) -> None:
     options = row.get("chat_template_kwargs")
     if isinstance(options, dict) and any(not is_empty(value) and value is not False for value in options.values()):
         raise BadRow(
-            f"the row has chat_template_kwargs {str(options)[:60]}, which are not heard; set model.enable_thinking, "
+            f"the row has chat_template_kwargs {str(options)[:60]}, which are not used; set model.enable_thinking, "
             "and drop the field"
         )
     for name in ("weight", "loss_weight", "loss_mask", "trainable"):

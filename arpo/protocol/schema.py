@@ -183,6 +183,28 @@ def read_json(text: str) -> Any:
     return value
 
 
+def with_integers(value: Any, schema: Any) -> Any:
+    """Return a checked value with an int for each float where the schema has an integer, at every depth.
+
+    JSON has one kind of number: 3.0 is an integer.
+
+    >>> with_integers([3.0, None], {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"type": "null"}]}})
+    [3, None]
+    """
+    if not isinstance(schema, Mapping):
+        return value
+    alternatives = _value_of_kind(schema, "anyOf", list)
+    fitting = [alternative for alternative in alternatives if not _mismatch(value, alternative, "")]
+    if fitting:
+        return with_integers(value, fitting[0])
+    if isinstance(value, float):
+        return int(value) if "integer" in _texts(schema, "type") and value.is_integer() else value
+    members = [with_integers(member, inner) for member, inner, _ in _members(value, schema, "")]
+    if isinstance(value, list):
+        return members
+    return dict(zip(value, members, strict=True)) if isinstance(value, dict) else value
+
+
 # ---- checking
 
 

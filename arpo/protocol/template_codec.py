@@ -101,7 +101,10 @@ class TemplateCodec(Codec):
         """Return the text of a message, followed by the calls as the template writes calls."""
 
     def _functions(self, offered: Sequence[str] | None) -> list[dict] | None:
-        """Return `tools=` of the template, in the order of loading; None for no tools. offered: names, None = all."""
+        """Return the `tools` argument of the chat template: the schemas of the offered tools, in the order of loading.
+
+        None for no tools. offered: names, None = all.
+        """
         schemas = [schema for name, schema in self.schemas.items() if offered is None or name in offered]
         return [schema.as_function() for schema in schemas] or None
 

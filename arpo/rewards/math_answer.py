@@ -48,7 +48,7 @@ _FRACTION = re.compile(r"([-+]?\d+)/(\d*[1-9]\d*)|([-+]?)\\frac\{(\d+)\}\{(\d*[1
 _LETTERS = re.compile(r"[^\W\d_]{3}")
 _WORDS = re.compile(r"[^\W\d_]{4,}(?:[ '-][^\W\d_]+)*|[^\W\d_]+(?: [^\W\d_]{2,})+")
 _UNREAD = re.compile(
-    r"\\(?:[a-z]?dots|not|neg|lnot|l?or|land|vee|wedge|implies|iff|to|mid|middle|boxed|fbox|sout|[bx]?cancel)(?![A-Za-z])"
+    r"\\(?:[a-z]?dots|not|neg|lnot|or|vee|wedge|implies|iff|to|mid|middle|boxed|fbox|sout|[bx]?cancel)(?![A-Za-z])"
     r"|\\[A-Za-z]*arrow(?![A-Za-z])|\.\.\.|\d\s*'|%.*\n\s*\S|^(?!.*\\begin\b).*\\\\(?![A-Za-z])",
     re.DOTALL,
 )

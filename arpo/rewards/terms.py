@@ -1,7 +1,7 @@
 """Named rewards: the reward of a trajectory is a weighted sum of terms. Each term is logged under its name.
 
-A built-in term is a function with a line in TERMS. The function gets an evidence object, and returns 0 to 1 (or -1 to
-0). All other terms are custom functions (custom.py), which score all trajectories of a call together.
+A built-in term is a function with a line in TERMS. The function gets an evidence object, and returns a number. All
+other terms are custom functions (custom.py), which score all trajectories of a call together.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ def expected_calls(tools: ToolsConfig, rollout: RolloutConfig, num_steps: int, n
     num_trajectories = num_steps * num_prompts * rollout.group_size
     line = (
         f"tool calls: {num_steps:,} steps x {num_prompts} prompts x {rollout.group_size} trajectories are "
-        f"{num_trajectories:,} "
-        f"with one each, {num_trajectories * most:,} with {most} each (less what forks inherit and caches answer)"
+        f"{num_trajectories:,} with one each, {num_trajectories * most:,} with {most} each "
+        "(less what forks inherit and caches answer)"
     )
     for name, price in prices(tools.price_per_call, tuple(tool_schemas(tools))).items():
         limit = min(rollout.call_limits.get(name, most), most)

@@ -21,7 +21,7 @@ from arpo.data.model_folder import check_model_folder
 from arpo.errors import UserError
 from arpo.log.trackers import TRACKERS
 from arpo.start.run_folder import check_run_folder
-from arpo.tools import check_known, tool_schemas
+from arpo.tools import check_loaded, tool_schemas
 from arpo.tools.search.tool import check_search
 from arpo.trajectory import Prompt
 
@@ -82,6 +82,6 @@ def check_questions(paths: Iterable[str], tools: ToolsConfig) -> None:
             raise UserError(
                 f"{bad[0]} (so it is with all of the first {len(bad)}); repair the file, or rename its columns"
             )
-        check_known(prompts, tags, path)
+        check_loaded(prompts, tags, path)
     if "search" in tools.names:
         check_search(tools.search)

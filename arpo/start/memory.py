@@ -131,7 +131,8 @@ def engine_memory(sizes: Sizes, engine: EngineConfig, gpu_bytes: float) -> Engin
     parts = engine.tensor_parallel
     number = SIZE_OF[engine.dtype]  # bytes of a number
     budget = engine.gpu_memory_utilization * gpu_bytes
-    weights = number * sizes.parameters / parts
+    # Under fp8 this is a lower bound: embedding and head stay as they are.
+    weights = (1 if engine.quantization == "fp8" else number) * sizes.parameters / parts
     # vLLM keeps room for its largest step: gate and up of all tokens beside three hidden states, and the sampler's
     # float32 logits, their log-softmax, and the sorted ones with their int64 indices.
     tokens = engine.max_num_batched_tokens * number * (2 * sizes.intermediate / parts + 3 * sizes.hidden)
@@ -188,8 +189,8 @@ def describe(job: Job, gpu_bytes: float) -> str:
 
 
 def check_memory(job: Job, device: torch.device) -> None:
-    """Log the memory need of this job on this GPU. Raises UserError if the job does not fit, or has no kernel on a
-    CPU."""
+    """Log the memory need of this job on this GPU. Raises UserError if the job does not fit, or if vLLM has no CPU
+    kernel for the model's head size."""
     if not job.sizes:
         return
     if job.engine and device.type == "cpu" and job.sizes.head_dim not in CPU_HEAD_SIZES:

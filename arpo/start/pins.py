@@ -26,10 +26,12 @@ def pin_config(cfg: C) -> C:
     for name in ("train", "valid"):
         file = getattr(getattr(cfg, "data", None), name, "")
         if file:
-            pinned = pin(f"data.{name}", file, str(begun.get(f"data.{name}", "")))
+            pinned = pin(f"data.{name}", file, [str(begun.get(f"data.{name}", ""))])
             cfg = replace(cfg, data=replace(cfg.data, **{name: pinned}))
     if hasattr(cfg, "eval"):
-        files = tuple(pin("eval.files", file) for file in cfg.eval.files)
+        # Files may have been added or moved, so each one is looked up among all.
+        before = [str(file) for file in begun.get("eval.files") or ()]
+        files = tuple(pin("eval.files", file, before) for file in cfg.eval.files)
         cfg = replace(cfg, eval=replace(cfg.eval, files=files))
     return cfg
 

@@ -3,7 +3,7 @@
     runs/NAME/.lock            process and host that write to the folder; the system frees it when the process ends
     runs/NAME/config.yaml ...  the settings of the first start (arpo/log/settings.py)
 
-With another algorithm or another data file in its middle, a curve shows no experiment at all. Settings that decide only
+A learning curve is meaningless if the algorithm or the data changed in the middle of the run. Settings that decide only
 how long, how often, or how fast may change at any time.
 """
 

@@ -44,7 +44,9 @@ def made_up_group(prompt: Prompt | None = None) -> Group:
     branch = root.branch("0.0", turn=1)
     _add_turn(branch, [9] * NUM_TOKENS)
     for t, reward in ((root, 1.0), (branch, 0.0), (other, 0.0)):
-        t.reward, t.reward_parts, t.stop_reason = reward, {"accuracy": reward}, StopReason.EOS
+        t.reward = reward
+        t.reward_parts = {"accuracy": reward}
+        t.stop_reason = StopReason.EOS
         t.check()
     return Group(prompt, [root, branch, other])
 

@@ -21,8 +21,7 @@ from importlib import import_module
 from typing import Any, get_type_hints
 
 from arpo.config.flags import parse
-from arpo.config.keys import check_known as check_key
-from arpo.config.keys import field_names
+from arpo.config.keys import check_known, field_names
 from arpo.config.named import find, is_own
 from arpo.config.sections import ProtocolConfig
 from arpo.config.tools import ToolsConfig
@@ -85,9 +84,11 @@ def own_options(name: str, cfg: ToolsConfig) -> Any | None:
     known = field_names(kind)
     flags: list[str] = []
     for key, value in given.items():
-        check_key(key, known, where)
+        check_known(key, known, where)
         values = value if isinstance(value, list) else [value]
-        flags += [f"--{key}", *(json.dumps(one) if isinstance(one, dict | list) else str(one) for one in values)]
+        texts = [json.dumps(one) if isinstance(one, dict | list) else str(one) for one in values]
+        # A single text may begin with a dash.
+        flags += [f"--{key}={texts[0]}"] if len(texts) == 1 else [f"--{key}", *texts]
     try:
         return parse(kind, flags)
     except ValueError as error:
@@ -101,10 +102,13 @@ def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
         if is_set(tool_class(name)):
             given = _make_tool(name, cfg).schemas()
         else:
-            given = {"": schema_of_tool(name)}
+            given = {tool_class(name).tag: schema_of_tool(name)}
             if is_own(name):
                 own_options(name, cfg)  # raises for wrong options
-        for schema in given.values():
+        for tag, schema in given.items():
+            if schema.name != tag:
+                difference = f"has the tag {tag!r}, but its schema is named {schema.name!r}"
+                raise UserError(f"tools.names: {name} {difference}; make them the same")
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", schema.name) or schema.name in {*schemas, *reserved_tags(())}:
                 wrong = f"has the tag {schema.name!r}, which is taken or no name"
                 raise UserError(f"tools.names: {name} {wrong}; rename it")
@@ -182,14 +186,14 @@ def schemas_of(tools: Iterable[str] | Mapping[str, ToolSchema]) -> Mapping[str, 
 
 def check_offered(prompts: Sequence[Prompt], loaded: Sequence[str], file: str) -> None:
     """Raise UserError if a row of a file offers a tool not loaded. Warn of a loaded tool offered by no row."""
-    check_known(prompts, loaded, file)
+    check_loaded(prompts, loaded, file)
     num_offers = Counter(name for prompt in prompts for name in (loaded if prompt.tools is None else prompt.tools))
     for name in loaded:
         if prompts and not num_offers[name]:
             logger.warning("%s: tools.names has %s, but none of the %d rows offers it", file, name, len(prompts))
 
 
-def check_known(prompts: Iterable[Prompt], loaded: Sequence[str], file: str) -> None:
+def check_loaded(prompts: Iterable[Prompt], loaded: Sequence[str], file: str) -> None:
     """Raise UserError if a row offers a tool not loaded."""
     for prompt in prompts:
         for name in prompt.tools or ():

@@ -1,4 +1,4 @@
-"""The background loop that runs tools while the engine keeps decoding."""
+"""ToolRunner: runs tool calls in a background thread while the engine decodes. Tools are defined in interface.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLOSE_TIMEOUT_S = 30.0
 INTERNAL_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(asyncio.__file__).parent))
 """Code in these folders (arpo, asyncio) is not the user's, so an error names none of it."""
 TELL_AFTER_S = 600.0
-"""Interval of the log line from a rank with nothing to do but wait for tools."""
+"""Seconds between the log lines of a rank that only waits for tools."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class ToolRunner:
     """Runs tool calls on an asyncio loop in a thread. `collect` returns finished calls without blocking.
 
     An exception of a tool, or its SystemExit, becomes a result of the kind `exception`, and counts as an infrastructure
-    error. One exception costs its trajectory; many exceptions end the run (sampling/health.py). `collect` raises only
-    UserError (the run cannot go on, for example after a refused key), KeyboardInterrupt, and CancelledError.
+    error. One exception costs its trajectory; many exceptions end a training (sampling/health.py). `collect` raises
+    only UserError (the run cannot go on, for example after a refused key), KeyboardInterrupt, and CancelledError.
     """
 
     def __init__(self, tools: dict[str, Tool], prices: Mapping[str, float] | None = None):
@@ -118,10 +118,10 @@ class ToolRunner:
             self._done.put((rollout, call_id, result))
         except UserError as error:
             self._done.put((rollout, call_id, error))
-        except (Exception, SystemExit) as error:  # one failed call must not end hours of training
+        except (Exception, SystemExit) as error:  # one failed call must not end hours of work
             if (tool.tag, type(error)) not in self._logged:  # a metric counts the others
                 self._logged.add((tool.tag, type(error)))
-                logger.warning("the %s tool raised an exception; its trajectory is dropped", tool.tag, exc_info=error)
+                logger.warning("the %s tool raised an exception; its trajectory ends", tool.tag, exc_info=error)
             text = f"Error: the {tool.tag} tool failed."
             seconds = time.perf_counter() - started
             failure = ToolResult(text, ok=False, seconds=seconds, error_kind="exception", infra_error=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from arpo.errors import UserError
 from arpo.protocol.function_schema import schema_of
-from arpo.protocol.schema import arguments_of
+from arpo.protocol.schema import arguments_of, with_integers
 from arpo.tools.interface import Tool, ToolResult, plain_value
 
 MAX_CONCURRENT = 32
@@ -42,9 +42,7 @@ class FunctionTool(Tool):
         arguments = arguments_of(self.schema, argument)
         if isinstance(arguments, str):
             return ToolResult(arguments, ok=False, error_kind="bad_arguments")
-        for name, value in arguments.items():  # JSON has one kind of number: 3.0 is an integer
-            if isinstance(value, float) and self.schema.properties[name].get("type") == "integer":
-                arguments[name] = int(value)
+        arguments = with_integers(arguments, self.schema.parameters)
         async with self._slots:
             deadline = asyncio.timeout(self.deadline_s)
             try:

@@ -16,7 +16,7 @@ from arpo.errors import UserError
 from arpo.evals.records import read_grades
 from arpo.log.dumps import read_dump
 from arpo.metrics import tokens_by_step
-from arpo.trajectory import Trajectory
+from arpo.trajectory import StopReason, Trajectory
 
 SHOWN = (
     "trajectory_id", "parent_id", "fork_at", "stop_reason",
@@ -51,6 +51,8 @@ def read_groups(dumps: Sequence[Path], grades: Path | None, max_groups: int) -> 
         try:
             head = head_of(row)
             grade = graded.get((trajectory.prompt_id, row.get("sample")))
+            if trajectory.stop_reason == StopReason.ERROR:
+                grade = None  # may be the grade of the trajectory that replaced it when the question was asked again
             if grade:
                 trajectory.reward, trajectory.reward_parts = grade.correct, grade.scores
                 trajectory.reward_reason = grade.reason

@@ -59,10 +59,13 @@ def test_leftover_fields_stay_as_plain_json_types(tmp_path):
     assert prompt.data_source == tmp_path.name, "test.jsonl is named by its folder"
 
 
+@pytest.mark.parametrize("before", ["", "\n", "\r\n \t"])
 @pytest.mark.parametrize("name", ["q.jsonl", "q.json"])
-def test_a_mark_of_the_byte_order_is_no_part_of_the_text(tmp_path, name):
+def test_a_mark_of_the_byte_order_and_blanks_are_no_part_of_the_text(tmp_path, name, before):
+    """morluto/flameox#462: an array after a line break had no rows."""
     row = '{"prompt": "a", "answer": 1}'
-    (tmp_path / name).write_text(f"[{row}]" if name == "q.json" else f"{row}\n", encoding="utf-8-sig")
+    text = f"[\n{row}\n]" if name == "q.json" else f"{row}\n"
+    (tmp_path / name).write_text(before + text, encoding="utf-8-sig")
     assert load_prompts(tmp_path / name)[0].answers == ["1"]
 
 

@@ -17,7 +17,7 @@ from arpo.data import hub
 from arpo.data.hub import HubFile, parse
 from arpo.data.model_folder import check_model_folder
 from arpo.errors import UserError
-from arpo.log.settings import changes, record_settings
+from arpo.log.settings import changes, record_settings, save_config
 from arpo.model import load_tokenizer
 from arpo.sampling.environment import Environment
 from arpo.start.load import load_config
@@ -132,6 +132,18 @@ def test_a_run_goes_on_with_the_commit_that_it_was_begun_with(server, tmp_path):
     assert pin_config(load_config(RLConfig, ["--data.train", "o/one"])).data.train == newest  # another run
 
 
+def test_an_evaluation_goes_on_with_the_commits_of_its_files_also_after_one_is_added(server, tmp_path):
+    flags = ["--run.dir", str(tmp_path), "--run.name", "e", "--eval.files"]
+    before = pin_config(load_config(EvalConfig, [*flags, "mine.jsonl", "o/one"]))
+    (tmp_path / "e").mkdir()
+    save_config(before, tmp_path / "e" / "config.yaml")
+    server.commit = COMMIT[::-1]
+    files = ("o/two:main/test.jsonl", "o/one", "mine.jsonl")
+    assert pin_config(load_config(EvalConfig, [*flags, *files])).eval.files == (
+        f"o/two@{COMMIT[::-1]}:main/test.jsonl", before.eval.files[1], "mine.jsonl",
+    )  # fmt: skip
+
+
 def test_of_the_papers_data_sets_the_file_to_train_on_is_known(server):
     name = "dongguanting/ARPO-RL-DeepSearch-1K"
     assert hub.pin("data.train", name) == f"{name}@{COMMIT}:hard_search_1k.parquet"
@@ -153,8 +165,9 @@ def test_what_cannot_be_had_is_one_line_that_begins_with_the_option(server, tmp_
         "o/two": "2 files fit; choose one: o/two:FILE; the data set has main/train.jsonl, main/test.jsonl",
         "o/one:train.jsonl": f"no such file; choose one of {server.url}/datasets/o/one/tree/main",
         "o/two:main/test.jsonl": f"behind a form; accept it at {server.url}/datasets/o/two, then set HF_TOKEN",
-        "o/none": f"not here, and no {server.url}/datasets/o/none, or a private one: correct the name, or set HF_TOKEN",
-        "data/rows": "no such file (a data set of the Hub in a folder's place: OWNER/NAME:FILE)",
+        "o/none": f"no such file here, and {server.url}/datasets/o/none does not exist or is private; correct "
+        "the name, or set HF_TOKEN",
+        "data/rows": "no such file here; for a data set of the Hub with the same name, write OWNER/NAME:FILE",
     }
 
 
@@ -198,8 +211,11 @@ def test_what_goes_wrong_besides_is_one_line(server):
 
 def test_without_a_network_the_cache_has_what_was_fetched(server, monkeypatch):
     pinned = hub.pin("data.train", "o/one")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    with pytest.raises(UserError, match="cannot be reached"), hub._errors_of_hub("x", "o/one"):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no answer")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # as under TRANSFORMERS_OFFLINE=1 too
+    monkeypatch.delenv("HF_HUB_OFFLINE")
     server.requests.clear()
     assert hub.pin("data.train", "o/one") == pinned
     assert hub.local_file(pinned).read_bytes() == TRAIN

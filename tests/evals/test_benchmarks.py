@@ -10,13 +10,14 @@ from helpers.families import codec_of
 from helpers.files import write_jsonl
 
 from arpo.config.evals import EvalSection
+from arpo.config.sections import ProtocolConfig
 from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS, Benchmark, read_benchmark, select
 from arpo.evals.prompts import PROMPTS, is_chinese, with_benchmark_prompt
 from arpo.evals.question_sets import load_sets
 from arpo.protocol.tags import PAPER_TOOLS, reserved_tags
 from arpo.rewards.math_answer import math_accuracy
-from arpo.tools import system_prompt_for
+from arpo.tools import make_codec, schema_of_tool, system_prompt_for
 from arpo.trajectory import Prompt
 
 PUBLISHED_SETS = ROOT.parent / "shared/data/eval"
@@ -143,11 +144,30 @@ def test_a_benchmark_is_added_by_one_entry(tmp_path):
     assert prompt.meta == {"split": "year 2024"} and prompt.tools == ("search",)
 
 
-def test_a_file_of_several_sources_is_reported_by_source(tmp_path):
+def test_a_file_of_several_sources_is_reported_by_source(tmp_path, caplog):
     rows = [{"question": "q?", "answer": "a", "data_source": source} for source in ("nq", "popqa", "nq")]
     mixed, plain = write_jsonl(tmp_path / "mixed.jsonl", rows), write_jsonl(tmp_path / "plain.jsonl", rows[:1])
     cfg = EvalSection(files=(str(mixed), str(plain)))
     sets, _ = load_sets(cfg, codec_of("qwen2_5"), {})
+    assert not caplog.records
     assert [[prompt.meta for prompt in one.prompts] for one in sets] == [
         [{"split": "nq"}, {"split": "popqa"}, {"split": "nq"}], [{}],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "setting", "is_told"),
+    [
+        ("qwen2_5", "tags", "keep", True),
+        ("qwen2_5", "tags", "search", True),
+        ("qwen2_5", "tags", "math", False),
+        ("qwen2_5", "tags", "default", False),
+        ("qwen3", "hermes", "keep", False),  # the template lists the loaded tools
+    ],
+)
+def test_a_tool_that_is_explained_but_not_loaded_is_told(data_dir, caplog, family, form, setting, is_told):
+    cfg = EvalSection(benchmarks=("gsm8k",), data_dir=str(data_dir), system_prompt=setting)
+    codec = make_codec(codec_of(family).tokenizer, ProtocolConfig(format=form), ["python"], enable_thinking=False)
+    load_sets(cfg, codec, {"python": schema_of_tool("python")})
+    told = "the system prompts explain search, and tools.names lacks it; load it, or set eval.system_prompt"
+    assert [record.getMessage().startswith(told) for record in caplog.records] == [True] * is_told

@@ -20,7 +20,7 @@ from arpo.evals.records import Record, SetDump, read_records
 from arpo.evals.resume import about_run, claim_run, record_session, unfinished
 from arpo.log.settings import settings_of
 from arpo.start.load import load_config
-from arpo.trajectory import Group
+from arpo.trajectory import Group, StopReason
 from evaluate import EvalConfig
 
 [GROUP] = play(call_then_answer)
@@ -150,6 +150,8 @@ def test_a_run_is_continued_under_the_same_settings_with_more_questions_and_anot
         (["--rollout.temperature", "0.5"], r"rollout\.temperature=0\.6, and now it is 0\.5"),
         (["--eval.num_samples", "3"], r"eval\.num_samples=1, and now it is 3"),
         (["--run.seed", "5"], r"run\.seed=0, and now it is 5"),
+        (["--engine.quantization", "fp8"], r"engine\.quantization=none, and now it is fp8"),
+        (["--engine.dtype", "float32"], r"engine\.dtype=bfloat16, and now it is float32"),
         (["--protocol.format", "hermes"], r"protocol\.format=tags, and now it is hermes"),
         (["--tools.names", "python"], r"tools\.names=\['python', 'search'\], and now it is \['python'\]"),
         (["--model.enable_thinking", "True"], r"model\.enable_thinking=False, and now it is True"),
@@ -249,6 +251,22 @@ def test_only_questions_without_all_their_samples_are_asked_again(tmp_path):
     others = [replace(r, benchmark="other", prompt=replace(r.prompt, answers=["?"])) for r in records[4:8]]
     records = [*records[:4], *others, *records[8:11]]  # killed between two lines
     assert [p.prompt_id[-1] for p in unfinished("gaia", asked, 4, records)] == ["1", "2", "3"]
+
+
+def test_a_sample_that_an_outage_cut_off_is_asked_again_and_the_next_one_takes_its_place(tmp_path):
+    """NVIDIA-NeMo/Evaluator#1155: samples that an outage cut off counted as wrong answers."""
+    group = question(0)
+    failed = [
+        replace(t, stop_reason=StopReason.ERROR, text="") if i % 2 else t for i, t in enumerate(group.trajectories)
+    ]
+    records = saved(tmp_path, [replace(group, trajectories=failed)], "gaia", "qa")
+    asked = [replace(prompt(), prompt_id="gaia-000000")]
+    assert [r.has_failed for r in records] == [False, True] * 2 and unfinished("gaia", asked, 4, records) == asked
+    others = [replace(t, text="other") for t in group.trajectories]
+    records = saved(tmp_path, [replace(group, trajectories=others)], "gaia", "qa")
+    assert samples_of(records) == [(0, sample) for sample in range(4)] and not unfinished("gaia", asked, 4, records)
+    assert [r.trajectory.text == "other" for r in records] == [False, True] * 2
+    assert saved(tmp_path, [replace(group, trajectories=failed)], "gaia", "qa") == records
 
 
 def test_a_test_set_that_has_changed_is_refused(tmp_path):

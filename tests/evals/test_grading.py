@@ -133,8 +133,13 @@ def test_a_reward_of_ones_own_sees_what_it_sees_in_training(tmp_path):
     assert (grade.correct, grade.metric) == (0.2, "reward, no accuracy")
     [note] = notes_on({"own": benchmark_scores([made], [grade])}, judge="")
     assert note.startswith("No accuracy of own: ")
+    assert "well_formed" in grade.scores and grade.scores["well_formed"] == 0.0  # no reward decides that
     with pytest.raises(UserError, match=r"^reward\.file=.*: no reward for question .* \(busy\), and an evaluation"):
         graded("silent")
+    made = record("12345", stop_reason="error", answers=["a", "b"], data_source="src")
+    assert (graded("silent").correct, graded("silent").metric) == (0.0, "reward")  # an outage ends no evaluation
+    [note] = notes_on({"own": benchmark_scores([made], [graded("silent")])}, judge="")
+    assert note.startswith("1 trajectories were cut off by an infrastructure error (the same command asks again)")
 
 
 def test_the_scores_of_own_files_are_those_of_training_to_the_digit(tmp_path):
@@ -156,10 +161,10 @@ def test_grades_come_back_from_disk_as_they_were(tmp_path):
     assert read_grades(tmp_path / "grades" / "b.jsonl") == [grade, odd]
 
 
-@pytest.mark.parametrize("damage", ["half a li", "[1]", json.dumps({"question_id": "q"}), ""])
+@pytest.mark.parametrize("damage", ["half a li\n", "half a li", "[1]\n", json.dumps({"question_id": "q"}) + "\n", "\n"])
 def test_a_damaged_line_is_named(tmp_path, damage):
     path = tmp_path / "b.jsonl"
     write_grades(path, [Grade("q", 0, {}, 1.0, "f1", "")])
-    path.write_text(path.read_text() + damage + "\n")
+    path.write_text(path.read_text() + damage)
     with pytest.raises(UserError, match=r"b\.jsonl:2: cannot read the grades \(.*\); regrade the run"):
         read_grades(path)

@@ -35,10 +35,13 @@ class Config:
 
 
 def test_a_resumed_run_forgets_what_was_logged_after_its_checkpoint(tmp_path):
+    """Small numbers stay what they are (axolotl-ai-cloud/axolotl#3320: losses below 0.00005 were logged as 0)."""
     log = RunLog(tmp_path, Config(), is_main=True)
     for step in (1, 2, 3):
-        log.scalars(step, {"reward/mean": float(step)})
+        log.scalars(step, {"reward/mean": float(step), "mismatch/kl": 2.5e-9, "nan": math.nan})
     log.close()
+    [row, *_] = read_metrics(tmp_path)
+    assert row["mismatch/kl"] == 2.5e-9 and math.isnan(row["nan"])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "reward/me')  # killed in the middle of a line
     log = RunLog(tmp_path, Config(), is_main=True, resume_step=2)

@@ -19,6 +19,7 @@ TIMES = {"time/step": 1.0, "time/rollout": 1.0, "time/update": 1.0}
 
 def scored(tmp_path, returned: str) -> Group:
     """A branch and its parent, scored by a function that returns this."""
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "mine.py").write_text(f"def f(trajectory, prompt): return {returned}")
     parent = Trajectory("p", "0", [1, 2], [1, 1], [0.0, 0.0], stop_reason=StopReason.EOS, turns=[Turn(0), Turn(1)])
     branch = replace(parent, trajectory_id="0.0", parent_id="0", fork_at=1)
@@ -33,6 +34,8 @@ def test_a_reward_that_does_not_say_what_is_right_is_not_called_accuracy(tmp_pat
     values = rollout_metrics([group], {"": "one"}).values() | BranchingSignal(BranchingConfig()).add([group])
     scores = {f"valid/{name}": value for name, value in summarize([group]).items()}
     assert values["reward/positive_share"] == 1.0 and scores["valid/reward"] == pytest.approx(0.2)
+    assert "valid/well_formed" not in scores  # nor does it say anything of the format
+    assert summarize([scored(tmp_path / "b", "{'score': -1, 'format': 1}")])["well_formed"] == 1.0
     assert not [n for n in values | scores if re.search("accuracy|solved|correct|pass@", n)]
     line = console_text(values | scores | TIMES)
     assert "reward>0 1.00" in line and "valid reward +0.200" in line and "solved" not in line

@@ -365,7 +365,7 @@ def test_a_function_that_does_not_return_is_named_and_ends_the_run(own, kind, ar
     done = subprocess.run([sys.executable, "-c", STUCK, address, *args], capture_output=True, text=True, timeout=100)
     place = address.replace(":f", ": f")
     named, last = done.stderr.splitlines()
-    assert named.startswith(f"{place} on prompt q has not returned for 0.2 s; the run ends where")
+    assert named.startswith(f"{place} on prompt q has not returned for 0.2 s; the run ends if it")
     assert last.startswith(f"error: {place} on prompt q has not returned for ") and done.returncode == 2
 
 

@@ -116,6 +116,8 @@ def test_a_row_may_bring_its_functions_in_every_form(tools, functions):
         ([{"role": "function_call", "content": "{"}], None, "function_call is not valid JSON"),
         (dialogue("a: "), None, "an assistant message is empty"),
         (dialogue("a:1"), [{"description": ""}], "an entry of tools has no name"),
+        (dialogue("a:1"), [{"function": "search"}], "an entry of tools has no name"),
+        (dialogue("a:1"), [{"function": None, "name": "search"}], "an entry of tools has no name"),
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(messages, tools, error):

@@ -75,7 +75,11 @@ def test_files_that_can_be_used_pass_and_validation_on_the_training_data_is_told
     assert not capsys.readouterr().out
     flags = [*SHORT, *PYTHON, "--eval.max_prompt_tokens", "64", "--eval.files", "good.jsonl"]
     check_evaluation(load_config(EvalConfig, [*model, *flags]))
-    check_evaluation(load_config(EvalConfig, ["--eval.regrade", "runs/of_old", "--eval.files", "absent.jsonl"]))
+    regrade = load_config(EvalConfig, ["--eval.regrade", "runs/of_old", "--eval.files", "absent.jsonl"])
+    with pytest.raises(UserError, match=r"^eval\.regrade=runs/of_old: no such folder; pass runs/NAME$"):
+        check_evaluation(regrade)  # before the judge's cache makes the folder
+    Path("runs/of_old").mkdir(parents=True)
+    check_evaluation(regrade)
 
 
 @pytest.mark.parametrize(

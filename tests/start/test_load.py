@@ -255,7 +255,7 @@ def test_help_that_nobody_reads_to_its_end_ends_without_a_traceback():
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
-SAID = "interrupted: the same command goes on after the newest checkpoint\n"
+SAID = "interrupted: the same command continues the run\n"
 
 
 @pytest.mark.parametrize(

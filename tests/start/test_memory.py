@@ -158,6 +158,9 @@ def test_an_engine_over_two_gpus_holds_half_of_weights_and_heads():
     one, two = (engine_memory(sizes, EngineConfig(tensor_parallel=parts), GPU) for parts in (1, 2))
     assert two.weights == one.weights / 2 and two.kv_bytes_per_token == one.kv_bytes_per_token / 2
     assert training_state(Job(sizes, ModelConfig())) == 0
+    for dtype in ("bfloat16", "float32"):  # docs/scale.md: a byte per weight
+        fp8 = engine_memory(sizes, EngineConfig(quantization="fp8", dtype=dtype), GPU)
+        assert fp8.weights == sizes.parameters
 
 
 def test_sizes_are_read_from_the_folder_and_those_that_cannot_be_read_are_left_to_the_loader(tiny_model_dir, tmp_path):

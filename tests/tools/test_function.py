@@ -22,6 +22,11 @@ def divide(a: float, b: int = 2) -> float:
     return a / b
 
 
+def shapes(sides: list[int], n: int | None, by_name: dict[str, list[int | float]]) -> str:
+    """Tell what has come."""
+    return str([sides, n, by_name])
+
+
 async def shout(text: str) -> str:
     """Shout."""
     await asyncio.sleep(0)
@@ -73,6 +78,12 @@ async def sleep_awaiting():
     [
         (divide, '{"a": 3}', "1.5"),
         (divide, '{"a": 3, "b": 4.0}', "0.75"),  # JSON's 4.0 is an integer
+        (
+            shapes,
+            '{"sides": [3.0, 4, 1e1], "n": 2.0, "by_name": {"a": [1.0, 1.5]}}',
+            "[[3, 4, 10], 2, {'a': [1, 1.5]}]",
+        ),
+        (shapes, '{"sides": [], "n": null, "by_name": {}}', "[[], None, {}]"),
         (shout, "hi", "HI"),
         (in_thread, "{}", "true"),
         (give(None), "{}", "(no output)"),
@@ -87,6 +98,7 @@ async def sleep_awaiting():
     ],
 )
 def test_what_a_function_returns_is_the_result(function, argument, text):
+    """google/adk-python#6972: a function with a `list[int]` got floats."""
     assert run(function, argument) == ToolResult(text, ok=True)
 
 

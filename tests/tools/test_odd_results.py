@@ -81,7 +81,7 @@ def test_a_result_that_has_none_costs_its_trajectory(tmp_path, caplog, result):
     for row in dumped(tmp_path, groups):
         [call] = row["turns"][0]["tool_calls"]
         assert (row["stop_reason"], call["error_kind"], call["executed"]) == (StopReason.ERROR, "exception", True)
-    assert len(caplog.records) == 1 and "its trajectory is dropped" in caplog.text
+    assert len(caplog.records) == 1 and "its trajectory ends" in caplog.text
 
 
 def test_a_call_is_paid_by_its_price_and_other_fields_stay():

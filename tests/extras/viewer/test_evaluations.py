@@ -1,6 +1,7 @@
 """The viewer of an evaluation: a page for each set of questions, with the grades in the place of the rewards."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from helpers.sample_groups import HOSTILE
 from helpers.viewer_pages import READY, data_of, run_data_of, write_page
 
 from arpo.evals.records import Grade, grades_path, write_grades
+from arpo.trajectory import StopReason
 from extras.viewer import viewer
 
 
@@ -54,6 +56,16 @@ def test_grades_stand_in_the_place_of_the_rewards_and_a_new_grade_makes_a_new_pa
     write_page(run)
     regraded = data_of((run / "viewer" / "gaia.html").read_text())["groups"][0]["trajectories"][1]
     assert regraded["reward"] == 1.0
+
+
+def test_a_trajectory_that_an_outage_cut_off_has_not_the_grade_of_the_one_that_replaced_it(run, groups):
+    group = deepcopy(groups[0])
+    group.trajectories[1].stop_reason = StopReason.ERROR
+    saved(run, [group, groups[0]], "own_12", "qa")
+    write_grades(grades_path(run, "own_12"), [Grade("p0", 1, {}, 0.75, "f1", "")])
+    write_page(run)
+    first, failed, again = data_of((run / "viewer" / "own_12.html").read_text())["groups"]
+    assert [one["trajectories"][1]["grade"] is None for one in (first, failed, again)] == [False, True, False]
 
 
 def test_no_name_of_a_set_ends_the_script_that_it_stands_in(run, groups):
