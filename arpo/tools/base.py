@@ -28,7 +28,7 @@ CLOSE_TIMEOUT_S = 30.0
 INTERNAL_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(asyncio.__file__).parent))
 """Code in these folders (arpo, asyncio) is not the user's, so an error names none of it."""
 TELL_AFTER_S = 600.0
-"""Seconds between the log lines of a rank that only waits for tools."""
+"""Seconds without the result of any call, after which a line of the log names the calls under way."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class ToolRunner:
         self._running: Counter[str] = Counter()
         """Number of running calls, by tool."""
         self.num_pending = 0
+        self._hear()
         # Identifies the rollout whose calls run. Results for another rollout are not returned by `collect`.
         self._rollout = object()
         self._parked: tuple[object, int, list] | None = None
@@ -101,6 +102,8 @@ class ToolRunner:
 
     def start(self, call_id: str, tag: str, argument: str, context: ToolContext | None = None) -> None:
         """Start a call. `collect` returns its result under `call_id`. A tool with sessions needs the context."""
+        if not self.num_pending:
+            self._hear()
         self.num_pending += 1
         call = self._run(self._rollout, call_id, self.tools[tag], argument, context)
         asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -134,27 +137,36 @@ class ToolRunner:
     def collect(self, *, block: bool) -> list[tuple[str, ToolResult]]:
         """Return (call id, result) of all finished calls. `block`: wait for at least one, if any is pending."""
         finished: list[tuple[str, ToolResult]] = []
-        waits = 0
         while self.num_pending:
             try:
                 rollout, call_id, result = self._done.get(block and not finished, timeout=TELL_AFTER_S)
             except queue.Empty:
+                self._tell_if_silent()
                 if not block or finished:
                     break
-                waits += 1
-                minutes = waits * TELL_AFTER_S / 60
-                calls = dict(+self._running)
-                logger.warning("no tool call has ended for %d min; under way: %s", minutes, calls)
                 continue
             if rollout is not self._rollout:
                 if self._parked and rollout is self._parked[0]:
                     self._parked[2].append((rollout, call_id, result))
                 continue
             self.num_pending -= 1
+            self._hear()
             if isinstance(result, BaseException):
                 raise result
             finished.append((call_id, result))
         return finished
+
+    def _hear(self) -> None:
+        self._heard_at = time.monotonic()
+        self._num_told = 0
+
+    def _tell_if_silent(self) -> None:
+        # by the clock: a rank that hears others asks often, and never waits
+        silence = time.monotonic() - self._heard_at
+        num_due = int(silence / TELL_AFTER_S)
+        if num_due > self._num_told:
+            self._num_told = num_due
+            logger.warning("no tool call has ended for %d min; under way: %s", silence / 60, dict(+self._running))
 
     def park(self) -> None:
         """Set running calls and sessions aside until `unpark`. They continue, separate from all new calls."""
@@ -172,6 +184,7 @@ class ToolRunner:
         self.sessions.unpark()
         self._rollout, self.num_pending, kept = self._parked
         self._parked = None
+        self._hear()
         for result in kept:
             self._done.put(result)
 
