@@ -135,7 +135,6 @@ def try_script(
     *argv: str,
     ranks: int = 2,
     env: dict[str, str] | None = None,
-    patience_after_failure_s: float = 30.0,
     prepare: Callable[[int], None] | None = None,
 ) -> Done:
     """Run `python script argv` as `__main__` on each of `ranks` ranks, and wait for all of them.
@@ -145,7 +144,7 @@ def try_script(
     assert not (env and prepare)
     prepare = partial(set_variables, env) if env else prepare
     with script_on_ranks(script, *argv, ranks=ranks, prepare=prepare) as (processes, output):
-        code = wait_for_all(processes, patience_after_failure_s)
+        code = wait_for_all(processes, 30)
         return Done(code, output.read_text(errors="replace"))
 
 

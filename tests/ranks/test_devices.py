@@ -98,7 +98,7 @@ def test_the_error_is_one_line_and_comes_before_the_ranks_meet(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 570.86.15\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    done = try_script(str(tmp_path / "script.py"), ranks=2, patience_after_failure_s=0.1)
+    done = try_script(str(tmp_path / "script.py"), ranks=2)
     [line] = done.output.splitlines()
     assert done.code == 2 and line.startswith("error: torch ") and "though NVIDIA driver 570.86.15 is there" in line
 
