@@ -251,6 +251,7 @@ def test_the_first_table_of_a_page_is_that_of_the_results(page):
 
 
 ONE_ROOT = "top_h_anchored_g4_r1_x1"
+ONE_FORK = "top_h_anchored_g2_r1_x1"
 
 
 @pytest.mark.parametrize(
@@ -277,6 +278,18 @@ ONE_ROOT = "top_h_anchored_g4_r1_x1"
         ("steps", "threshold_g4_r1_x1", "grpo_g3_x1", "threshold {} (1 of 6 fail)"),
         ("steps", "aepo_g4_x1", "grpo_g3_x1", "AEPO {} (2 of 6 fail)"),
         ("steps", "top_h_g4_r1_x1", "random_g4_r1_x1", "`top_h` takes {} of the calls of random forks"),
+        ("steps", "grpo_anchored_g2_x1", "grpo_g3_x1", "with three, {} with two. But none of these 14 runs fails"),
+        ("steps", ONE_FORK, "grpo_g3_x1", "on seeds 60 to 67: `top_h` {} (1 of 8 fails)"),
+        ("steps", "at2po_anchored_g2_r1_x1", "grpo_g3_x1", "`at2po` {} (0 of 8 fail), threshold"),
+        ("steps", "threshold_anchored_g2_r1_x1", "grpo_g3_x1", "threshold {} (1 of 8 fails), AEPO"),
+        ("steps", "aepo_anchored_g2_x1", "grpo_g3_x1", "AEPO {} (0 of 8 fail), `arpo`"),
+        ("steps", "arpo_anchored_g2_r1_x1", "grpo_g3_x1", "`arpo` {} (0 of 8 fail), random"),
+        ("steps", "random_anchored_g2_r1_x1", "grpo_g3_x1", "random {} (0 of 8 fail)."),
+        ("steps", ONE_FORK, "random_anchored_g2_r1_x1", "`top_h` takes {} of the calls of random forks, 0.78"),
+        ("steps", ONE_FORK, "arpo_anchored_g2_r1_x1", "{} of those of `arpo`, and 0.96"),
+        ("steps", ONE_FORK, "at2po_anchored_g2_r1_x1", "{} of those of `at2po` (one root and one fork each)"),
+        ("steps", "at2po_anchored_g2_r1_x1", "grpo_anchored_g3_x1", "Of anchored GRPO with three, `at2po` takes {}"),
+        ("steps", ONE_FORK, ONE_ROOT, "One root and one fork take {} of the calls of one root and three forks"),
         ("unready", ONE_ROOT, "grpo_g3_x1", "One root of four with the anchor takes {} of the calls"),
         ("unready", ONE_ROOT, "grpo_g2_x1", "One root takes {} of the calls of GRPO with two."),
         ("unready", "top_h_g4_r1_x1", "grpo_g3_x1", "fails on one of four seeds ({})"),
