@@ -340,9 +340,13 @@ def test_what_the_page_says_of_the_anchor_is_in_the_results():
     ):
         assert text in page, text
     random_forks = interval(ratios(runs["random_anchored_g4_r1_x1"], runs["grpo_anchored_g2_x1"], "calls"))
-    assert f"with the same anchor, take {random_forks} (eight seeds)" in " ".join(
-        (ROOT / "README.md").read_text().split()
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"with the same anchor, take {random_forks} (eight seeds)" in readme
+    steps = {setting.name: of_setting for setting, of_setting in by_setting(compared("steps")).items()}
+    by_chance, by_entropy = (
+        interval(ratios(steps[name], steps["grpo_g3_x1"], "calls")) for name in ("random_anchored_g2_r1_x1", ONE_FORK)
     )
+    assert f"random fork take {by_chance}, and with the fork at the most uncertain turn {by_entropy} (eight" in readme
 
 
 def test_the_table_of_echo_is_that_of_its_results():
