@@ -95,13 +95,17 @@ def timed_packing() -> Iterator[list[float]]:
 
 
 def packing_pays_after(shapes: list[torch.Size], repeats: int) -> float:
-    """Return the number of forward passes over 64 tokens after which packing these matrices has saved its time."""
+    """Return the number of forward passes over 64 tokens after which packing these matrices has saved its time.
+
+    In bfloat16, or in float32 if this CPU has no kernels for bfloat16.
+    """
     from vllm import _custom_ops
 
+    dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     cost = gain = 0.0
     for shape, count in Counter(shapes).items():
-        weight = torch.randn(shape, dtype=torch.bfloat16)
-        x = torch.randn(64, shape[1], dtype=torch.bfloat16)
+        weight = torch.randn(shape, dtype=dtype)
+        x = torch.randn(64, shape[1], dtype=dtype)
         packed = _custom_ops.create_onednn_mm(weight.t())
         cost += count * seconds(lambda weight=weight: _custom_ops.create_onednn_mm(weight.t()), repeats)
         gain += count * seconds(lambda weight=weight, x=x: torch.nn.functional.linear(x, weight), repeats)

@@ -97,7 +97,8 @@ COSTLY = [
 def test_what_takes_time_or_memory_ends_its_database_and_nothing_else(call, kind):
     """Few but costly steps, sorts, rows and aggregates: of our own process they take nothing."""
     ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    stopped, after = ask(call, "SELECT count(*) FROM films", cfg=SqlConfig(wall_s=4.0, memory_mib=128))
+    # what the interpreter takes of it depends on the CPU: with AVX2 alone, 125 MiB
+    stopped, after = ask(call, "SELECT count(*) FROM films", cfg=SqlConfig(wall_s=4.0, memory_mib=192))
     assert not stopped.ok and stopped.error_kind.replace("cpu_limit", "timeout") == kind, stopped.text
     ended = "begins with a new one, as it was at first."
     assert stopped.text.endswith(ended) if kind == "timeout" else stopped.text == "Error: out of memory"
