@@ -105,7 +105,7 @@ def main(cfg: EvalConfig) -> None:
         grade_and_report(run, cfg.reward, judge)
         return
     ranks = init_ranks(cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s)
-    ranks.log_devices()
+    ranks.log_devices({} if cfg.eval.server else {"engine.dtype": cfg.engine.dtype})
     log = Console(is_main=ranks.is_main)
 
     # ---- set-up: every error that can be detected is raised before the model is loaded

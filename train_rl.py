@@ -245,7 +245,8 @@ def main(cfg: RLConfig) -> None:
 def check_start(cfg: RLConfig, ranks: Ranks) -> None:
     """Raise UserError if the ranks, the memory, the user's functions, or the critic and the reference do not fit."""
     try_functions(cfg.branching, cfg.advantage, cfg.loss)
-    ranks.log_devices(attention_backend(cfg.model, ranks.device))
+    dtypes = {"model.compute_dtype": cfg.model.compute_dtype, "engine.dtype": cfg.engine.dtype}
+    ranks.log_devices(dtypes, attention_backend(cfg.model, ranks.device))
     ranks.check_multiple(cfg.data.num_prompts_per_step, "data.num_prompts_per_step")
     check_memory(job_of(cfg, num_shards=ranks.mesh.shape[-1]), ranks.device)
     tokenizer = load_tokenizer(cfg.model.path)

@@ -75,7 +75,7 @@ def main(cfg: SFTConfig) -> None:
     max_tokens = cfg.data.max_tokens_per_microbatch
     max_norm = cfg.optim.max_grad_norm
     ranks = init_ranks(run.peer_timeout_minutes, run.silence_timeout_s, model.shard_size, model.context_parallel)
-    ranks.log_devices(attention_backend(model, ranks.device))
+    ranks.log_devices({"model.compute_dtype": model.compute_dtype}, attention_backend(model, ranks.device))
 
     # ---- check all inputs before the model is loaded
     job = Job(sizes_of(model.path), model, num_shards=ranks.mesh.shape[-1], offload=cfg.optim.offload)

@@ -98,6 +98,19 @@ def describe(attention: str = "") -> str:
     return ", ".join(parts)
 
 
+def slow_bfloat16(dtypes: dict[str, str]) -> str:
+    """Return a warning for the log if this CPU multiplies bfloat16 far slower than float32, or "".
+
+    Without AVX512, oneDNN has no kernels for bfloat16. torch's own then take 20 to 500 times as long as those for
+    float32 (pytorch/pytorch 146508). `dtypes`: {"model.compute_dtype": "bfloat16", ...}.
+    """
+    flags = [f"--{option} float32" for option, dtype in dtypes.items() if dtype == "bfloat16"]
+    uses_onednn = torch.backends.mkldnn.is_available() and not torch.cuda.is_available()
+    if not flags or not uses_onednn or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return ""
+    return f"warning: this CPU multiplies bfloat16 tens of times slower than float32; pass {' '.join(flags)}"
+
+
 def plural(count: int, noun: str) -> str:
     """(1, "rank") -> "1 rank"; (8, "rank") -> "8 ranks"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

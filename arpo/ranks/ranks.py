@@ -129,9 +129,15 @@ class Ranks:
         times["rank_wait"] = max(independent) - sum(independent) / len(independent)
         return {f"time/{name}": value for name, value in times.items()}
 
-    def log_devices(self, attention: str = "") -> None:
-        """Log the run's first line: devices, versions, and the attention kernel. Collective."""
+    def log_devices(self, dtypes: dict[str, str], attention: str = "") -> None:
+        """Log the run's first line: devices, versions, and the attention kernel. Collective.
+
+        `dtypes` are options and their values; the second line warns if this CPU is slow with one of them.
+        """
         logger.info(devices.describe(attention))
+        warning = devices.slow_bfloat16(dtypes)
+        if warning:
+            logger.info(warning)
 
     def barrier(self) -> None:
         dist.barrier()

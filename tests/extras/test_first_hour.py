@@ -24,7 +24,7 @@ RECIPE = str(ROOT / "configs/gsm8k.yaml")
 NUM_QUESTIONS = 4
 NUM_STEPS = 8
 SFT = """
-model: {path: @DIR@/model, compute_dtype: float32}
+model: {path: @DIR@/model, compute_dtype: float32, recompute_every_n_layers: 0}
 protocol: {format: hermes}
 data: {train: @DIR@/sft.jsonl, tools: [], system_prompt: default, num_conversations_per_step: 8, max_tokens: 256,
        max_tokens_per_microbatch: 2048}
@@ -35,7 +35,7 @@ SIZES = "--engine.kv_cache_gib 0.5 --engine.max_num_seqs 32 --rollout.answer_res
 SIZES += " --rollout.max_response_tokens 32"
 SIZES += " --model.compute_dtype float32 --engine.dtype float32"  # a CPU without bfloat16 takes a quarter of an hour
 RL_SIZES = "--data.num_prompts_per_step 4 --data.max_prompt_tokens 448 --update.max_tokens_per_microbatch 2048"
-RL_SIZES += " --update.num_prompts_per_minibatch 2"
+RL_SIZES += " --update.num_prompts_per_minibatch 2 --model.recompute_every_n_layers 0"
 RL_SIZES += " --optim.lr 5e-5"  # 1e-6 learns nothing in so few steps
 
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +121,23 @@ def test_gpus_are_counted_by_kind_and_node(monkeypatch):
     line = devices.describe()
     assert line.startswith("16 ranks on 15 x NVIDIA H100 80GB HBM3 and 1 x NVIDIA H200 (2 nodes), torch 2.")
     assert "attention" not in line and socket.gethostname() not in line
+
+
+CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+
+
+@pytest.mark.skipif("avx2" not in CPU, reason="not an x86 CPU under Linux")
+def test_a_cpu_without_kernels_for_bfloat16_is_named_with_the_flags_that_help():
+    """Public reports: pytorch/pytorch 146508 and 86550, tt-mlir 7501, OpenBLAS 3540, vllm 12778, llm-on-ray 255."""
+    options = {"model.compute_dtype": "bfloat16", "engine.dtype": "bfloat16"}
+    said = devices.slow_bfloat16(options)
+    if "avx512bw" in CPU:
+        assert said == ""
+    else:
+        assert said.endswith("pass --model.compute_dtype float32 --engine.dtype float32")
+        said = devices.slow_bfloat16(options | {"engine.dtype": "float32"})
+        assert said.endswith("pass --model.compute_dtype float32")
+    assert devices.slow_bfloat16(dict.fromkeys(options, "float32")) == ""
 
 
 SECOND_BLOCK = """
