@@ -49,6 +49,7 @@ class JudgeReward:
         deadline_s: float = 60.0,
         max_concurrent: int = 16,
         cache: str = "runs/judge.sqlite",
+        extra_body: str = "",
         form: str = "tags",
     ):
         """url, model: of an OpenAI-compatible server.
@@ -57,11 +58,12 @@ class JudgeReward:
         deadline_s: longest time of one judgement; also the longest wait of a step for verdicts after the rollout.
         max_concurrent: requests of a rank under way at the same time.
         cache: SQLite file of the judge's replies. Runs may share the file.
+        extra_body: JSON object with more fields of every request, as judge.extra_body.
         form: the run's protocol.format, to find the answer in a response.
         """
         require(fallback in ("rule", "drop"), f"fallback={fallback!r} must be rule or drop")
         require(deadline_s > 0, f"deadline_s={deadline_s} must be above 0")
-        self.cfg = JudgeConfig(url=url, model=model, max_concurrent=max_concurrent, cache=cache)
+        self.cfg = JudgeConfig(url=url, model=model, extra_body=extra_body, max_concurrent=max_concurrent, cache=cache)
         self.fallback, self.deadline_s, self.form = fallback, deadline_s, form
         self._judge: Judge | None = None
         self._client: HttpClient | None = None

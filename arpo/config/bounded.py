@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from arpo.errors import require
+
 MAX_BYTES = 1 << 30
 MAX_LINE_BYTES = 256 << 20
 PIECE_BYTES = 1 << 20
@@ -56,6 +58,19 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def parse_fields(option: str, text: str) -> dict[str, Any]:
+    """Return the JSON object in an option's text; {} for an empty text.
+
+    ("judge.extra_body", '{"reasoning_effort": "low"}') -> {"reasoning_effort": "low"}
+    """
+    try:
+        fields = parse_json(text or "{}")
+    except ValueError:
+        fields = None
+    require(isinstance(fields, dict), f'{option}={text!r} must be a JSON object like {{"reasoning_effort": "low"}}')
+    return fields
 
 
 def check_plain(tree: Any, depth: int = 0) -> None:

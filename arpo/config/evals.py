@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from arpo.config.bounded import parse_fields
 from arpo.config.facts import ALWAYS_MATTERS, MAY_CHANGE, AtLeast, Needs
 
 
@@ -55,8 +56,14 @@ class JudgeConfig:
     grades answers by rule, and says so in the report."""
     model: str = ""
     """Name of the model at judge.url. If the server needs a key, the key is read from JUDGE_API_KEY."""
+    extra_body: str = ""
+    """JSON object with more fields of every request, like {"reasoning_effort": "low"}. A field with null is left out:
+    reasoning models of OpenAI need {"max_tokens": null, "max_completion_tokens": 8192, "temperature": null}."""
     max_concurrent: Annotated[int, AtLeast(1)] = 16
     """Number of requests under way at the same time."""
     cache: str = ""
     """SQLite file of the judge's replies; runs may share the file. Empty = judge.sqlite in the run's folder. A recorded
     question is not asked again."""
+
+    def __post_init__(self) -> None:
+        parse_fields("judge.extra_body", self.extra_body)  # which raises

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from arpo.config.bounded import parse_fields
 from arpo.config.facts import MAY_CHANGE, AtLeast, Between, Needs
 from arpo.config.named import check_name, is_own
 from arpo.errors import UserError
@@ -93,6 +94,9 @@ class SearchConfig:
     the query. If the server needs a key, the key is read from SUMMARIZER_API_KEY. Empty = no summary."""
     summarizer_model: Annotated[str, Needs("tools.search.summarizer_url", use="URL")] = ""
     """Name of the model at summarizer_url."""
+    summarizer_extra_body: Annotated[str, Needs("tools.search.summarizer_url", use="URL")] = ""
+    """JSON object with more fields of every request to summarizer_url (see judge.extra_body). With vLLM,
+    {"chat_template_kwargs": {"enable_thinking": false}} switches the thoughts of Qwen3 off."""
     cache: Annotated[str, MAY_CHANGE] = ""
     """Cache of query -> result: a SQLite file on a local disk (created if missing), or FILE.py:NAME=PLACE, where NAME
     is a class. Use a class for several nodes, or for results in the released format (docs/tools.md)."""
@@ -110,6 +114,9 @@ class SearchConfig:
     def replays(self) -> bool:
         """True if all answers come from the cache."""
         return self.backend == "replay" or self.mode in ("replay", "replay_strict")
+
+    def __post_init__(self) -> None:
+        parse_fields("tools.search.summarizer_extra_body", self.summarizer_extra_body)  # which raises
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,10 @@ class Judge:
         self._cache.close()
 
     def _key(self, prompt: str) -> bytes:
-        return cache_key(BACKEND, {"model": self.cfg.model, "temperature": 0.0, "max_tokens": MAX_TOKENS}, prompt)
+        sampling = {"model": self.cfg.model, "temperature": 0.0, "max_tokens": MAX_TOKENS}
+        if self.cfg.extra_body:
+            sampling["extra_body"] = self.cfg.extra_body
+        return cache_key(BACKEND, sampling, prompt)
 
     async def _ask_all(self, missing: Sequence[JudgeTask]) -> dict[JudgeTask, Verdict]:
         client = self.client()
@@ -171,7 +174,7 @@ class Judge:
         return verdicts
 
     def _request(self, prompt: str) -> dict[str, Any]:
-        return chat_request(self.cfg.model, prompt, max_tokens=MAX_TOKENS, temperature=0.0)
+        return chat_request(self.cfg.model, prompt, max_tokens=MAX_TOKENS, extra_body=self.cfg.extra_body)
 
     def client(self) -> HttpClient:
         """Return a client of the endpoint, for a single event loop. The caller must close the client."""

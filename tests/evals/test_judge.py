@@ -1,5 +1,6 @@
 """The judge: what counts as a verdict, an endpoint that fails in every way, replies that are never asked for twice."""
 
+import json
 import re
 import time
 from dataclasses import replace
@@ -12,6 +13,7 @@ from helpers.judge_server import RIGHT, judges_by_prediction
 from helpers.web_service import FakeTime, fast_time, half_an_answer, never, resets, says
 
 from arpo.config.evals import JudgeConfig
+from arpo.config.tools import SearchConfig
 from arpo.errors import UserError
 from arpo.evals.judge import Judge, JudgeTask, parse_verdict
 
@@ -27,8 +29,8 @@ def tasks(count: int) -> list[JudgeTask]:
 def make_judge(service, tmp_path):
     judges = []
 
-    def make(model="tester", max_concurrent=16, **options) -> Judge:
-        cfg = JudgeConfig(url=service.url, model=model, max_concurrent=max_concurrent)
+    def make(model="tester", max_concurrent=16, extra_body="", **options) -> Judge:
+        cfg = JudgeConfig(url=service.url, model=model, max_concurrent=max_concurrent, extra_body=extra_body)
         judges.append(Judge(cfg, tmp_path / "judge.sqlite", **options))
         return judges[-1]
 
@@ -111,6 +113,40 @@ def test_another_model_is_another_judge(make_judge, service):
     asked = len(service.requests)
     make_judge(model="other").judge([PARIS])
     assert len(service.requests) == asked + 2
+
+
+async def reasons(request: web.Request) -> web.Response:
+    """Answer as OpenAI's reasoning models do, in their words."""
+    fields = json.loads(await request.read())
+    if "max_tokens" in fields:
+        text = "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+    elif fields.get("temperature", 1) != 1:
+        text = "'temperature' does not support 0.0 with this model. Only the default (1) value is supported."
+    else:
+        return web.json_response(reply(RIGHT))
+    return web.json_response({"error": {"message": f"Unsupported parameter: {text}"}}, status=400)
+
+
+def test_a_reasoning_model_of_openai_can_judge(make_judge, service):
+    """AgentLab 251, Adala 325, openrag 398, 9router 560: it refuses max_tokens, and a temperature of 0."""
+    service.then(reasons)
+    with pytest.raises(UserError, match=r"judge\.url: judge: HTTP 400 .*Use 'max_completion_tokens' instead"):
+        make_judge().judge([PARIS])
+    extra_body = '{"max_tokens": null, "max_completion_tokens": 8192, "temperature": null, "reasoning_effort": "low"}'
+    [verdict] = make_judge(extra_body=extra_body).judge([PARIS])
+    assert verdict.status == "correct"
+    fields = json.loads(service.requests[-1].body)
+    assert set(fields) == {"model", "messages", "max_completion_tokens", "reasoning_effort"}
+    asked = len(service.requests)
+    assert make_judge(extra_body=extra_body).judge([PARIS]) == [verdict] and len(service.requests) == asked
+
+
+@pytest.mark.parametrize("text", ["[1]", "low", '{"a": ', "null"])
+def test_extra_fields_must_be_a_json_object(text):
+    with pytest.raises(ValueError, match=r"judge\.extra_body=.* must be a JSON object like"):
+        JudgeConfig(extra_body=text)
+    with pytest.raises(ValueError, match=r"tools\.search\.summarizer_extra_body=.* must be a JSON object like"):
+        SearchConfig(summarizer_extra_body=text)
 
 
 def test_unclear_replies_are_not_correct_and_not_asked_again(make_judge, service):

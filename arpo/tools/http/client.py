@@ -291,10 +291,15 @@ def chat_url(url: str) -> str:
     return url
 
 
-def chat_request(model: str, prompt: str, *, max_tokens: int, temperature: float) -> dict[str, Any]:
-    """Return the request of an OpenAI-compatible chat endpoint with one user message."""
+def chat_request(model: str, prompt: str, *, max_tokens: int, extra_body: str = "") -> dict[str, Any]:
+    """Return the request of an OpenAI-compatible chat endpoint: one user message, greedy.
+
+    `extra_body` is a JSON object with more fields, or other values for these; null leaves a field out.
+    """
     messages = [{"role": "user", "content": prompt}]
-    return {"model": model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens}
+    request = {"model": model, "messages": messages, "temperature": 0.0, "max_tokens": max_tokens}
+    request |= json.loads(extra_body or "{}")
+    return {name: value for name, value in request.items() if value is not None}
 
 
 def chat_content(tree: Any) -> str:

@@ -51,6 +51,8 @@ class ReadingBackend:
         self._search, self._cfg, self._cache = search, cfg, cache
         self.params = search.params | {"read_pages": cfg.read_pages, "page_chars": cfg.page_chars}
         self.params["summarizer_model"] = cfg.summarizer_model if cfg.summarizer_url else ""
+        if cfg.summarizer_extra_body:
+            self.params["summarizer_extra_body"] = cfg.summarizer_extra_body
         may_connect = (lambda _: True) if cfg.browse_private_addresses else is_public
         self._fetcher = PageFetcher(max_concurrent=HttpPolicy.max_concurrent, may_connect=may_connect)
         self._extractor = Extractor()
@@ -63,7 +65,9 @@ class ReadingBackend:
                 setting="tools.search.summarizer_url",
                 key_variable="SUMMARIZER_API_KEY",
             )
-            request = chat_request(cfg.summarizer_model, "Say: ready", max_tokens=8, temperature=0.0)
+            request = chat_request(
+                cfg.summarizer_model, "Say: ready", max_tokens=8, extra_body=cfg.summarizer_extra_body
+            )
             fix = "start the model there, or set tools.search.read_pages 0"
             self._summarizer = probed(client, request, chat_content, "tools.search.summarizer_url:", fix)
         self.num_read = 0
@@ -116,8 +120,12 @@ class ReadingBackend:
 
     async def _summary(self, query: str, passage: str) -> str:
         prompt = PROMPT.format(query=query, passage=passage)
-        key = cache_key(SUMMARY, {"model": self._cfg.summarizer_model, "max_tokens": MAX_SUMMARY_TOKENS}, prompt)
-        request = chat_request(self._cfg.summarizer_model, prompt, max_tokens=MAX_SUMMARY_TOKENS, temperature=0.0)
+        model, extra_body = self._cfg.summarizer_model, self._cfg.summarizer_extra_body
+        sampling = {"model": model, "max_tokens": MAX_SUMMARY_TOKENS}
+        if extra_body:
+            sampling["extra_body"] = extra_body
+        key = cache_key(SUMMARY, sampling, prompt)
+        request = chat_request(model, prompt, max_tokens=MAX_SUMMARY_TOKENS, extra_body=extra_body)
         ask = partial(self._summarizer.post, request, _summary_text)
         return await self._cached(key, SUMMARY, f"<summary>{query}</summary>", ask)
 

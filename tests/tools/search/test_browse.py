@@ -419,6 +419,18 @@ def test_a_summary_takes_the_place_of_the_passage(the_web, monkeypatch):
     assert "how tall is the otter?" in asked["messages"][0]["content"] and "1951" in asked["messages"][0]["content"]
 
 
+def test_the_summarizers_requests_get_more_fields_and_other_fields_are_other_summaries(the_web, tmp_path):
+    """Qwen3 1286, gpustack 1952, dify 19051 and qwen-code 945 ask how to switch Qwen3's thoughts off."""
+    the_web.has("/article", says(TEXT, **PLAIN), "37 metres tall")
+    the_web.pages["/v1/chat"] = a_summary("It is 37 m tall.")
+    plain = summarizing(the_web, mode="record", cache=str(tmp_path / "cache.sqlite"))
+    ask(plain, "otter")
+    quiet = '{"chat_template_kwargs": {"enable_thinking": false}, "max_tokens": 512}'
+    ask(replace(plain, summarizer_extra_body=quiet), "otter")
+    first, second = (json.loads(r.body) for r in the_web.service.requests if r.path == "/v1/chat")
+    assert second == first | json.loads(quiet)
+
+
 @pytest.mark.parametrize("answer", [says("", 400), says("{}", 404)])
 def test_a_summarizer_that_fails_leaves_the_passage(the_web, answer, caplog):
     the_web.has("/article", says(TEXT, **PLAIN), "37 metres tall")
