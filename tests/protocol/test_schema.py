@@ -60,6 +60,29 @@ def test_a_functions_schema_says_names_types_defaults_and_descriptions():
     assert CONVERT.as_function() == {"type": "function", "function": function}
 
 
+def spaced(a: int, b: int, c: int):
+    """Does.
+
+    Args:
+        a: First. One of:
+
+            - 1: low
+            - 2: high
+
+        b (int): Second: with a colon.
+        c: Third.
+
+    Returns:
+        d: nothing of this is an argument
+    """
+
+
+def test_empty_lines_between_arguments_cost_no_description():
+    """llama_index #22687: descriptions of parameters were lost, and nothing said so."""
+    described = {name: schema["description"] for name, schema in schema_of(spaced).properties.items()}
+    assert described == {"a": "First. One of: - 1: low - 2: high", "b": "Second: with a colon.", "c": "Third."}
+
+
 def untyped(a):
     """Does."""
 
