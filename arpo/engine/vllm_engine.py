@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from arpo.config.sections import EngineConfig
@@ -166,6 +167,10 @@ class Engine:
         engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, self.sampling_params(spec))
         newest = next(reversed(engine.output_processor.request_states.values()))
         newest.stream_interval = spec.num_chunk_tokens
+        # If the prompt ends within a character (a turn that was cut), vLLM would put the text of the prompt before that
+        # of the first token, and find stop strings in it. So the text begins anew.
+        if spec.stop and newest.detokenizer.tokenizer.decode(token_ids[-4:]).endswith("\ufffd"):
+            newest.detokenizer.stream = DecodeStream(skip_special_tokens=False)
         # vLLM would decode every candidate and make six lists per token. `make_chunk` reads only one row per token.
         rows = newest.logprobs_processor.logprobs
         newest.logprobs_processor._update_sample_logprobs = lambda new: rows.extend(new.logprobs.tolist())

@@ -81,10 +81,13 @@ def _schema_of_type(hint: Any, where: str) -> dict[str, Any]:
 
 
 def _argument_descriptions(docstring: str | None) -> dict[str, str]:
-    """Return the descriptions under `Args:` by argument. A line with deeper indentation continues the line above."""
+    """Return the descriptions under `Args:` by argument. A line with deeper indentation continues the line above.
+
+    Lines may be empty. The section ends at the next line that is not indented deeper than `Args:`.
+    """
     text = inspect.cleandoc(docstring or "")
-    section = re.search(r"^ *(?:Args|Arguments): *\n((?: +\S.*\n?)+)", text, re.MULTILINE)
+    section = re.search(r"^( *)(?:Args|Arguments): *\n((?:(?:\1 +\S.*)?\n)+)", text + "\n", re.MULTILINE)
     if section is None:
         return {}
-    entries = re.findall(r"^(\w+)(?: \(.*?\))?:(.*(?:\n .*)*)", textwrap.dedent(section[1]), re.MULTILINE)
-    return {name: " ".join(map(str.strip, entry.strip().splitlines())) for name, entry in entries}
+    entries = re.findall(r"^(\w+)(?: \(.*?\))?:(.*(?:\n(?: .*)?)*)", textwrap.dedent(section[2]), re.MULTILINE)
+    return {name: " ".join(entry.split()) for name, entry in entries}

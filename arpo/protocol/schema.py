@@ -144,7 +144,9 @@ def argument_of(schema: ToolSchema, arguments: Mapping[str, Any]) -> str:
 
 
 def value_of(schema: ToolSchema, argument: str, text: str) -> Any:
-    """Convert a bare text to the type of an argument. It stays a text if the type is unknown or does not fit.
+    """Convert a bare text to the type of an argument. It stays a text if the type does not fit.
+
+    It also stays a text if the schema has no type. Behind a reference ($ref), only objects and arrays are converted.
 
     >>> value_of(ToolSchema("add", "", {"properties": {"a": {"type": "integer"}}}), "a", "4")
     4
@@ -158,7 +160,7 @@ def value_of(schema: ToolSchema, argument: str, text: str) -> Any:
         value = words[word] if word in words else read_json(text)
     except ValueError:
         return text
-    return text if isinstance(value, str) or _mismatch(value, inner, "") else value
+    return text if isinstance(value, str) or _mismatch(value, inner, "") or not _has_type(inner, value) else value
 
 
 def arguments_of(schema: ToolSchema, argument: str) -> dict[str, Any] | str:
@@ -193,7 +195,7 @@ def with_integers(value: Any, schema: Any) -> Any:
     """
     if not isinstance(schema, Mapping):
         return value
-    alternatives = _value_of_kind(schema, "anyOf", list)
+    alternatives = _alternatives(schema)
     fitting = [alternative for alternative in alternatives if not _mismatch(value, alternative, "")]
     if fitting:
         return with_integers(value, fitting[0])
@@ -226,7 +228,7 @@ def _mismatch(value: Any, schema: Any, path: str) -> Mismatch | None:
     if choices and not any(choice == value and type(choice) is type(value) for choice in choices):
         need = "one of " + ", ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
         return Mismatch(path, need, value)
-    alternatives = _value_of_kind(schema, "anyOf", list)
+    alternatives = _alternatives(schema)
     mismatches = [_mismatch(value, alternative, path) for alternative in alternatives]
     if mismatches and all(mismatches):
         for mismatch in mismatches:
@@ -251,6 +253,20 @@ def _members(value: Any, schema: Mapping, path: str) -> list[tuple[Any, Any, str
         others = schema.get("additionalProperties")
         return [(member, properties.get(name, others), f'{path}."{name}"') for name, member in value.items()]
     return []
+
+
+def _alternatives(schema: Mapping) -> list[Any]:
+    """Return the schemas of which a value must fit at least one; [] = the schema names none."""
+    return _value_of_kind(schema, "anyOf", list) or _value_of_kind(schema, "oneOf", list)
+
+
+def _has_type(schema: Any, value: Any) -> bool:
+    """True if the schema, or an alternative that the value fits, has types; for an object or array also a reference."""
+    if not isinstance(schema, Mapping):
+        return False
+    names = {"type", "enum", "$ref", "allOf"} if isinstance(value, dict | list) else {"type", "enum"}
+    fitting = [alternative for alternative in _alternatives(schema) if not _mismatch(value, alternative, "")]
+    return not names.isdisjoint(schema) or any(_has_type(alternative, value) for alternative in fitting)
 
 
 def _value_of_kind(schema: Mapping, key: str, kind: type[T]) -> T:

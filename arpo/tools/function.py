@@ -89,6 +89,8 @@ async def on_thread(name: str, work: Callable[..., Any], *arguments: Any) -> Any
         answer.set_running_or_notify_cancel()
         try:
             answer.set_result(work(*arguments))
+        except StopIteration:  # of a next(). asyncio would lose it, and wait forever (before Python 3.12)
+            answer.set_exception(RuntimeError("the function raised StopIteration"))
         except BaseException as error:
             answer.set_exception(error)
 

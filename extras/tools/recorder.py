@@ -18,7 +18,10 @@ NOT_RECORDED = "Error: there is no recorded result of this call."
 
 
 class Recorder:
-    """The record of one tool or server: complete results, with errors and limits, but no infrastructure errors."""
+    """The record of one tool or server: complete results, with errors and limits, but no infrastructure errors.
+
+    A call that was over its deadline at a server (MCP) is not recorded: another time it may be answered.
+    """
 
     def __init__(self, place: str, mode: str, backend: str, *, setting: str):
         """Open the cache at `place` for `mode`. `setting`: the config field with the place, for error messages.
@@ -48,7 +51,7 @@ class Recorder:
         if self.replays:
             return ToolResult(NOT_RECORDED, ok=False, error_kind="not_recorded")
         result = await run()
-        if result.infra_error:
+        if result.infra_error or (self.backend == MCP and result.error_kind == "timeout"):
             return result
         # Another rank may have recorded a different result first, if the code is random. A replay will return that one,
         # so this run must return it too.

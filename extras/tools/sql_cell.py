@@ -4,6 +4,7 @@ import sqlite3
 
 STEPS_PER_LOOK = 10_000
 MAX_CELL_CHARS = 200
+"""Longest value shown. A longer value is cut, and ends in an ellipsis."""
 OUTSIDE = {"random", "randomblob", "load_extension", "fts3_tokenizer"}
 """Functions that read state outside the process. A branch or a replay would read other values."""
 DENIED = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}  # files last for one call only
@@ -100,9 +101,14 @@ def table(cursor, max_rows):
         if number == max_rows:
             lines.append("...")
             break
-        lines.append(" | ".join("NULL" if cell is None else str(cell)[:MAX_CELL_CHARS] for cell in row))
+        lines.append(" | ".join(map(shown, row)))
     cursor.close()
     return "\n".join(lines)
+
+
+def shown(cell):
+    text = "NULL" if cell is None else str(cell)
+    return text if len(text) <= MAX_CELL_CHARS else text[:MAX_CELL_CHARS] + "…"
 
 
 def statements(text):

@@ -270,6 +270,19 @@ def test_a_stop_string_ends_the_request_and_is_its_end(scripted, tokenizer, said
     assert len(chunk.logprobs) == len(chunk.token_ids)
 
 
+def test_no_stop_string_is_found_in_a_prompt_that_ends_within_a_character(scripted, tokenizer):
+    """vLLM #48853: the text of the whole prompt came with the first token. Here, a turn of an earlier step that was cut
+    within a character ended at once, as a call (rollout.carry_over)."""
+    engine, say = scripted
+    prompt = tokenizer("<search>q</search>\U0001f336", add_special_tokens=False).input_ids
+    said = [prompt.pop(), *tokenizer("2=k;", add_special_tokens=False).input_ids]
+    assert tokenizer.decode(prompt).endswith("\ufffd")
+    say([prompt[-1], *said])
+    spec = SamplingSpec(max_tokens=50, temperature=0.0, stop=("</search>", "=k;"))
+    chunk = run(engine, {"a": (prompt, spec)})["a"]
+    assert (chunk.finish, chunk.stop_string, chunk.token_ids) == ("stop", "=k;", said)
+
+
 def test_the_tokenizers_end_token_and_those_of_the_generation_config_are_eos(scripted, tokenizer):
     engine, say = scripted
     assert {tokenizer.eos_token_id, tokenizer.pad_token_id} == set(END_TOKEN_IDS)

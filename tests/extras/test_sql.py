@@ -83,6 +83,14 @@ def test_a_query_that_never_ends_is_stopped_after_the_same_steps_everywhere_and_
     assert cut.text == "1\n1\n2\n..."
 
 
+def test_a_value_that_is_cut_shows_it():
+    """clio #1296: each value was cut to 40 characters, and read as if that were all of it."""
+    [result] = ask(
+        "SELECT replace(hex(zeroblob(100)), '0', 'x') AS fits, replace(hex(zeroblob(101)), '0', 'x') AS longer"
+    )
+    assert result.text == f"fits | longer\n{'x' * 200} | {'x' * 200}…"
+
+
 NUMBERS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 100000) SELECT"
 COSTLY = [
     (f"{NUMBERS} sum(instr(zeroblob(5000000), CAST(zeroblob(2500000) || x AS BLOB))) FROM n", "timeout"),

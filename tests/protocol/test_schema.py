@@ -60,6 +60,29 @@ def test_a_functions_schema_says_names_types_defaults_and_descriptions():
     assert CONVERT.as_function() == {"type": "function", "function": function}
 
 
+def spaced(a: int, b: int, c: int):
+    """Does.
+
+    Args:
+        a: First. One of:
+
+            - 1: low
+            - 2: high
+
+        b (int): Second: with a colon.
+        c: Third.
+
+    Returns:
+        d: nothing of this is an argument
+    """
+
+
+def test_empty_lines_between_arguments_cost_no_description():
+    """llama_index #22687: descriptions of parameters were lost, and nothing said so."""
+    described = {name: schema["description"] for name, schema in schema_of(spaced).properties.items()}
+    assert described == {"a": "First. One of: - 1: low - 2: high", "b": "Second: with a colon.", "c": "Third."}
+
+
 def untyped(a):
     """Does."""
 
@@ -135,14 +158,16 @@ def test_schemas_of_servers_nest_refer_and_leave_open():
             "loop": {"$ref": "#/$defs/Loop"},
             "mixed": {"type": ["string", "integer"]},
             "flag": {"enum": [True, "a"]},
+            "one": {"oneOf": [{"type": "string"}, {"type": "boolean"}]},
         },
     }
     schema = ToolSchema("draw", "Draw.", root)
-    for fine in ({"at": {"x": 1, "y": 2}}, {"any": [1]}, {"loop": 3}, {"mixed": 1}, {}):
+    for fine in ({"at": {"x": 1, "y": 2}}, {"any": [1]}, {"loop": 3}, {"mixed": 1}, {"one": True}, {}):
         assert check_arguments(schema, fine) == "", fine
     for wrong, told in [
         ({"at": {"x": "1"}}, '"at"."x" of draw must be an integer'),
         ({"mixed": []}, "must be a string or an integer"),
+        ({"one": 1}, '"one" of draw must be a string or a boolean, not 1'),
         ({"flag": 1}, '"flag" of draw must be one of true, "a", not 1'),  # which Python takes for equal
         ({"else": 1}, 'draw has no argument "else"'),
     ]:
@@ -153,7 +178,9 @@ def test_schemas_of_servers_nest_refer_and_leave_open():
     assert "it takes no arguments" in check_arguments(ToolSchema("now", "Now.", {"type": "object"}), {"a": 1})
 
 
-@pytest.mark.parametrize("key", ["type", "enum", "anyOf", "items", "required", "properties", "additionalProperties"])
+@pytest.mark.parametrize(
+    "key", ["type", "enum", "anyOf", "oneOf", "items", "required", "properties", "additionalProperties"]
+)
 def test_a_strangers_schema_that_is_none_allows_or_refuses_and_breaks_nothing(key):
     for odd, value in itertools.product([5, "", [{}], [5], [None], {"a": 5}, None], [1, "s", None, [1], {"a": 1}]):
         for parameters in {"properties": {"a": {key: odd}}}, {"properties": {"a": {}}, key: odd}:

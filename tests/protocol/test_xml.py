@@ -93,11 +93,40 @@ def test_parameters_that_never_end_are_read_in_no_time():
     assert read_function(f"<function=f>{'<parameter=a>' * 200_000}</function>") is None
 
 
+LEVEL = {"$ref": "#/$defs/Level"}
+"""As pydantic writes an enumeration: only the reference, and with None an alternative."""
+
+
+@pytest.mark.parametrize(
+    ("inner", "text", "value"),
+    [
+        (LEVEL, "1", "1"),
+        (LEVEL, "none", "none"),
+        (LEVEL, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [LEVEL, {"type": "null"}]}, "1", "1"),
+        ({"anyOf": [LEVEL, {"type": "null"}]}, "null", None),
+        ({"description": "The number of a house."}, "007", "007"),
+        ({"description": "The number of a house."}, "12", "12"),
+        ({"description": "Yes or no."}, "true", "true"),
+        (True, "12", "12"),
+        ({"oneOf": [{"type": "string"}, {"type": "boolean"}]}, "12", "12"),
+        ({"oneOf": [{"type": "integer"}, {"type": "boolean"}]}, "12", 12),
+        ({"type": "integer", "description": "A number."}, "12", 12),
+    ],
+)
+def test_a_value_whose_type_the_schema_does_not_say_stays_a_text(inner, text, value):
+    """mlx-lm PR #1910: without a type "123" became a number, which a server that wants a text refuses."""
+    schema = ToolSchema("f", "", {"properties": {"a": inner, "b": {"type": "string"}}})
+    [call] = XmlCodec.parse_calls(block("f", a=text), {"f": schema})
+    assert json.loads(call.argument) == {"a": value}, call
+
+
 # ---- vLLM's own parser as an oracle
 
 PROPERTIES = {
     "s": {"type": "string"}, "i": {"type": "integer"}, "n": {"type": "number"}, "b": {"type": "boolean"},
     "a": {"type": "array"}, "o": {"type": "object"}, "any": {}, "e": {"enum": ["1", "x"]},
+    "d": {"description": "without a type"},
     "m": {"type": ["string", "null"]}, "u": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
 }  # fmt: skip
 TEXTS = [

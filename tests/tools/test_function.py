@@ -63,6 +63,11 @@ def in_thread() -> bool:
     return threading.current_thread() is not threading.main_thread()
 
 
+def first(rows: list[int]) -> int:
+    """Return the first row above 0."""
+    return next(row for row in rows if row > 0)
+
+
 def sleep():
     """Sleep."""
     time.sleep(30)
@@ -106,12 +111,14 @@ def test_what_a_function_returns_is_the_result(function, argument, text):
     ("function", "argument", "kind", "text"),
     [
         (divide, '{"a": 1, "b": 0}', "error", "ZeroDivisionError: "),
+        (first, '{"rows": [-1]}', "error", "RuntimeError: the function raised StopIteration"),
         (divide, '{"b": 1}', "bad_arguments", 'Error: divide needs the argument "a"'),
         (sleep, "{}", "timeout", "Error: sleep gave no answer within 0.05 s."),
         (sleep_awaiting, "{}", "timeout", "Error: sleep_awaiting gave no answer within 0.05 s."),
     ],
 )
 def test_a_failure_is_an_error_that_the_model_reads(function, argument, kind, text):
+    """cpython #112182: a StopIteration in a thread was lost, and the call took until its deadline."""
     result = run(function, argument, deadline_s=0.05 if kind == "timeout" else 60.0)
     assert result.text.startswith(text)
     assert (result.ok, result.error_kind, result.infra_error) == (False, kind, False)

@@ -142,8 +142,10 @@ class HttpClient(OwnsSession):
         except TimeoutError:
             raise TimeoutError(f"{self._name}: no answer within {self._policy.deadline_s:g} s") from None
         finally:
-            # A call that was cancelled or never sent says nothing about the service.
-            if outcome is None and (asyncio.current_task().cancelling() or not call.num_tries):
+            # A call that was cancelled or never sent says nothing about the service. A call that the service refuses at
+            # once (HTTP 400) says only that others may be answered.
+            is_unsent = outcome is None and (asyncio.current_task().cancelling() or not call.num_tries)
+            if is_unsent or (outcome is not None and not outcome.may_retry):
                 self._breaker.forget(is_probe=call.is_probe)
             else:
                 self._breaker.record(outcome is not None and not outcome.failure, is_probe=call.is_probe)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import re
 import socket
 import urllib.parse
 from collections.abc import Callable
 
 from aiohttp.resolver import ThreadedResolver
+from yarl import URL
 
 from arpo.tools.http.client import OwnsSession, read_body, split_url
 
@@ -31,6 +33,8 @@ _RESERVED = [  # reserved by IANA or an old RFC, but public in (older versions o
         *("5f00::/16", "fec0::/10"),
     )
 ]
+_ENCODED = re.compile(r"(?:[\w.~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*", re.ASCII)
+"""Matches an address without characters to encode. aiohttp would decode some of its %XX."""
 _CLOUD_SERVICES = ("168.63.129.16", "192.0.0.192")  # metadata of Azure and Oracle, at public-looking addresses
 
 
@@ -113,7 +117,8 @@ class PageFetcher(OwnsSession):
             use_dns_cache=False,
             force_close=True,  # each page is on another server
         )
-        async with session.get(url, headers=_HEADERS, allow_redirects=False) as response:
+        address = URL(url, encoded=bool(_ENCODED.fullmatch(url)))
+        async with session.get(address, headers=_HEADERS, allow_redirects=False) as response:
             if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
                 return response.headers["Location"]
             if response.status != 200:

@@ -278,10 +278,10 @@ def without_titles(schema: Any) -> Any:
 
 def text_of(answer: CallToolResult) -> str:
     """Return a result as text. Join the texts and describe other content. Structured content counts only alone."""
-    parts = [_described(block) for block in answer.content]
+    parts = [part for block in answer.content if (part := _described(block))]
     if not parts and answer.structured_content is not None:
         parts = [json.dumps(answer.structured_content, ensure_ascii=False)]
-    text = "\n".join(part for part in parts if part) or "(no output)"
+    text = "\n".join(parts) or "(no output)"
     return text.encode("utf-8", "replace").decode()
 
 

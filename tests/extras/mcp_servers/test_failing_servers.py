@@ -158,6 +158,16 @@ def test_what_is_recorded_is_replayed_without_the_server(tmp_path, caplog, monke
     assert "its tools are not those that" in caplog.text
 
 
+def test_a_call_over_its_deadline_is_not_recorded(tmp_path, monkeypatch):
+    """fastmcp #4395: a failure that would have passed was answered from the cache from then on."""
+    monkeypatch.setattr("extras.tools.mcp.connection.PROBE_S", 60.0)  # on a busy machine a live server may be slow
+    log = tmp_path / "log"
+    with Running(entry("--log", str(log), cache=str(tmp_path / "cache.sqlite"), deadline_s=1)) as running:
+        results = [running.call("wait", seconds=1000) for _ in range(2)]
+    assert [(result.error_kind, result.cached) for result in results] == [("timeout", False)] * 2
+    assert log.read_text().count("wait") == 2
+
+
 def test_an_http_server_that_comes_back_is_found_again(tmp_path):
     port = free_port()
     one = {"url": f"http://127.0.0.1:{port}/mcp", "deadline_s": 30, "max_tries": 2}

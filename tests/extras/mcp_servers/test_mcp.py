@@ -12,6 +12,7 @@ from helpers.processes import WAIT_S, free_port
 from arpo.errors import UserError
 from arpo.tools import make_tools, tool_schemas
 from arpo.tools.base import ToolResult
+from extras.tools.mcp.tool import text_of
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 
@@ -37,6 +38,19 @@ def test_results_and_errors_come_back_as_text(running):
     assert running.call("say", argument=" ").text == " "
     refused = running.call("refuse", argument="never")
     assert refused.text.endswith("no: never") and refused.error_kind == "tool_error" and not refused.infra_error
+
+
+def test_structured_content_is_shown_where_there_is_no_text():
+    """agno PR #8695: such results reached the model empty. Here, those with an empty text."""
+    from mcp.types import CallToolResult, TextContent
+
+    shown = [
+        text_of(
+            CallToolResult(content=[TextContent(type="text", text=text) for text in texts], structured_content={"n": 1})
+        )
+        for texts in ([], [""], ["one", ""])
+    ]
+    assert shown == ['{"n": 1}', '{"n": 1}', "one"]
 
 
 @pytest.mark.parametrize(

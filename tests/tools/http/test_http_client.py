@@ -8,7 +8,7 @@ import pytest
 from helpers.web_service import FakeTime, WebService, never, says
 
 from arpo.errors import Outage, UserError
-from arpo.tools.http.client import HttpClient, Unavailable, chat_url, probe
+from arpo.tools.http.client import HttpClient, Unavailable, Unusable, chat_url, probe
 from arpo.tools.http.policy import BreakerOpen, HttpPolicy, Throttle
 
 
@@ -149,6 +149,25 @@ def test_half_of_the_calls_may_fail_and_old_failures_are_forgotten(service, fake
     assert {type(o) for o in posts.post(count=19)} == {Unavailable}
     assert {type(o) for o in posts.post(count=1)} == {Unavailable}
     assert {type(o) for o in posts.post(count=1)} == {BreakerOpen}
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422])
+def test_requests_that_the_service_refuses_keep_nobody_else_from_it(service, fake_time, status):
+    """sglang #25811: a healthy server refused prompts that were too long, and then got no requests at all."""
+    posts = Posts(service, fake_time)
+    service.then(says({"ok": 1}), *[says("too long", status)] * 30, says({"ok": 1}))
+    assert posts.post() == [{"ok": 1}]
+    assert {type(error) for error in posts.post(count=30)} == {Unusable}
+    assert posts.post() == [{"ok": 1}] and len(service.requests) == 32
+
+
+def test_a_probe_that_is_refused_leaves_the_way_free_for_the_next(service, fake_time):
+    posts = Posts(service, fake_time, max_tries=1)
+    service.then(*[says("", 500)] * 20, says("too long", 400), says({"ok": 1}))
+    posts.post(count=20)
+    fake_time.now_s += 15.0
+    assert type(posts.post()[0]) is Unusable
+    assert posts.post() == [{"ok": 1}]
 
 
 def test_calls_in_the_queue_are_let_go_when_the_breaker_opens(service, fake_time):

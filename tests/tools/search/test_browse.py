@@ -192,6 +192,25 @@ def test_a_redirect_is_followed_to_where_a_page_may_come_from_and_three_times_at
     assert the_web.count("/loop") == 4
 
 
+@pytest.mark.parametrize(
+    ("written", "asked"),
+    [
+        ("/wiki/Spider-Man_%26_Silk:_The_Spider(fly)", "/wiki/Spider-Man_%26_Silk:_The_Spider(fly)"),
+        ("/foo%27bar?Signature=a%2Bb%3D&next=%2Fx%3F", "/foo%27bar?Signature=a%2Bb%3D&next=%2Fx%3F"),
+        ("/a%20b?q=c+d#part", "/a%20b?q=c+d"),
+        ("/ü b?q=ü d%", "/%C3%BC%20b?q=%C3%BC+d%25"),
+    ],
+)
+def test_an_address_that_is_encoded_is_asked_for_as_it_is(the_web, written, asked):
+    """aiohttp #6626: with %26 decoded, a page redirected to itself until it was given up."""
+
+    async def says_its_path(request: web.Request) -> web.Response:
+        return web.Response(text=request.raw_path)
+
+    the_web.service.then(says_its_path)
+    assert fetch(the_web.base + written, may_connect=anywhere)[0].decode() == asked
+
+
 @pytest.mark.parametrize("target", ["http://127.0.0.2:{port}/secret", "http://169.254.169.254/latest/meta-data/"])
 def test_a_redirect_to_a_private_address_is_refused(the_web, target):
     port = the_web.base.rpartition(":")[2]
