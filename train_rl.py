@@ -70,6 +70,11 @@ class RLConfig:
         return self.data.num_prompts_per_step // self.update.num_prompts_per_minibatch * self.update.num_epochs
 
     @property
+    def num_critic_only_updates(self) -> int:
+        """Optimizer steps at the start of the run that only the critic takes."""
+        return self.critic.warmup_steps * self.num_updates_per_step
+
+    @property
     def critic_model(self) -> ModelConfig:
         """The critic's model, without adapters: all weights are trained."""
         return replace(self.model, path=self.critic.path or self.model.path, lora_rank=0)
@@ -277,7 +282,7 @@ class Models:
     policy: Policy
     optimizer: Optimizer
     num_updates: int
-    """Optimizer steps of the whole run, for the learning rate's schedule."""
+    """Optimizer steps of the policy in the whole run, for its learning rate's schedule."""
     critic: TrainedCritic | None
     """None unless the advantages need one (advantage.kind)."""
     reference: Policy | None
@@ -315,7 +320,7 @@ def load_models(cfg: RLConfig, ranks: Ranks, num_updates: int) -> Models:
             offload=cfg.loss.offload_reference,
         )
         reference.requires_grad_(False)
-    return Models(policy, optimizer, num_updates, critic=critic, reference=reference)
+    return Models(policy, optimizer, num_updates - cfg.num_critic_only_updates, critic=critic, reference=reference)
 
 
 def start_engine(cfg: RLConfig, policy: Policy, seed: int) -> Engine:
@@ -422,7 +427,9 @@ def update_models(
                 metrics.merge(models.critic.update(minibatch.micros, update_index, ranks))
             # while the critic warms up (warmup_steps is 0 without a critic), the policy is not trained
             if step > cfg.critic.warmup_steps:
-                lr = set_learning_rate(models.optimizer, update_index, models.num_updates, cfg.optim)
+                # The schedule begins with the policy's first update: its warm-up must not pass while the critic's does.
+                policy_index = update_index - cfg.num_critic_only_updates
+                lr = set_learning_rate(models.optimizer, policy_index, models.num_updates, cfg.optim)
                 metrics.mean("optim/lr", lr)
                 update_metrics = update_policy(
                     policy=models.policy,
