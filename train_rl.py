@@ -110,6 +110,7 @@ from torch.optim import Optimizer
 
 from arpo.checkpoint import Saver
 from arpo.checkpoint.best import why_no_best
+from arpo.checkpoint.export import why_no_end
 from arpo.data.order import make_order
 from arpo.engine import Engine
 from arpo.engine.team import form_team
@@ -177,7 +178,7 @@ def main(cfg: RLConfig) -> None:
     engine = start_engine(cfg, models.policy, seed=run.seed + team.index)
     log = open_log(cfg, ranks, done_steps)
     log.line(f"{len(prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
-    log_plan(cfg, num_steps, log)
+    log_plan(cfg, num_steps, log, tokenizer=env.codec.tokenizer)
     sampler = make_sampler(cfg, engine, env, score=score, log=log)
     noise = None
     if cfg.update.measure_noise:
@@ -343,16 +344,15 @@ def open_log(cfg: RLConfig, ranks: Ranks, done_steps: int) -> RunLog:
     )
 
 
-def log_plan(cfg: RLConfig, num_steps: int, log: RunLog) -> None:
-    """Log the expected branching, warnings about the options, the calls' cost, and why RUN/best will be missing."""
+def log_plan(cfg: RLConfig, num_steps: int, log: RunLog, *, tokenizer) -> None:
+    """Log the expected branching, warnings, the calls' cost, and why RUN/best will be missing."""
     log.line(checks.forecast(cfg.rollout, cfg.branching))
     for warning in checks.warnings_of(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss):
         log.line(warning)
     calls = expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step)
     if calls:
         log.line(calls)
-    warning = why_no_best(cfg.run, cfg.data.valid)
-    if warning:
+    for warning in filter(None, (why_no_best(cfg.run, cfg.data.valid), why_no_end(cfg.model.path, tokenizer))):
         log.line(warning)
 
 
