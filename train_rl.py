@@ -70,6 +70,11 @@ class RLConfig:
         return self.data.num_prompts_per_step // self.update.num_prompts_per_minibatch * self.update.num_epochs
 
     @property
+    def num_critic_only_updates(self) -> int:
+        """Optimizer steps at the start of the run that only the critic takes."""
+        return self.critic.warmup_steps * self.num_updates_per_step
+
+    @property
     def critic_model(self) -> ModelConfig:
         """The critic's model, without adapters: all weights are trained."""
         return replace(self.model, path=self.critic.path or self.model.path, lora_rank=0)
@@ -105,6 +110,7 @@ from torch.optim import Optimizer
 
 from arpo.checkpoint import Saver
 from arpo.checkpoint.best import why_no_best
+from arpo.checkpoint.export import why_no_end
 from arpo.data.order import make_order
 from arpo.engine import Engine
 from arpo.engine.team import form_team
@@ -172,7 +178,7 @@ def main(cfg: RLConfig) -> None:
     engine = start_engine(cfg, models.policy, seed=run.seed + team.index)
     log = open_log(cfg, ranks, done_steps)
     log.line(f"{len(prompts)} prompts, {num_steps} steps, {update_cfg.layout} layout, from step {done_steps}")
-    log_plan(cfg, num_steps, log)
+    log_plan(cfg, num_steps, log, tokenizer=env.codec.tokenizer)
     sampler = make_sampler(cfg, engine, env, score=score, log=log)
     noise = None
     if cfg.update.measure_noise:
@@ -277,7 +283,7 @@ class Models:
     policy: Policy
     optimizer: Optimizer
     num_updates: int
-    """Optimizer steps of the whole run, for the learning rate's schedule."""
+    """Optimizer steps of the policy in the whole run, for its learning rate's schedule."""
     critic: TrainedCritic | None
     """None unless the advantages need one (advantage.kind)."""
     reference: Policy | None
@@ -315,7 +321,7 @@ def load_models(cfg: RLConfig, ranks: Ranks, num_updates: int) -> Models:
             offload=cfg.loss.offload_reference,
         )
         reference.requires_grad_(False)
-    return Models(policy, optimizer, num_updates, critic=critic, reference=reference)
+    return Models(policy, optimizer, num_updates - cfg.num_critic_only_updates, critic=critic, reference=reference)
 
 
 def start_engine(cfg: RLConfig, policy: Policy, seed: int) -> Engine:
@@ -338,16 +344,15 @@ def open_log(cfg: RLConfig, ranks: Ranks, done_steps: int) -> RunLog:
     )
 
 
-def log_plan(cfg: RLConfig, num_steps: int, log: RunLog) -> None:
-    """Log the expected branching, warnings about the options, the calls' cost, and why RUN/best will be missing."""
+def log_plan(cfg: RLConfig, num_steps: int, log: RunLog, *, tokenizer) -> None:
+    """Log the expected branching, warnings, the calls' cost, and why RUN/best will be missing."""
     log.line(checks.forecast(cfg.rollout, cfg.branching))
     for warning in checks.warnings_of(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss):
         log.line(warning)
     calls = expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step)
     if calls:
         log.line(calls)
-    warning = why_no_best(cfg.run, cfg.data.valid)
-    if warning:
+    for warning in filter(None, (why_no_best(cfg.run, cfg.data.valid), why_no_end(cfg.model.path, tokenizer))):
         log.line(warning)
 
 
@@ -422,7 +427,9 @@ def update_models(
                 metrics.merge(models.critic.update(minibatch.micros, update_index, ranks))
             # while the critic warms up (warmup_steps is 0 without a critic), the policy is not trained
             if step > cfg.critic.warmup_steps:
-                lr = set_learning_rate(models.optimizer, update_index, models.num_updates, cfg.optim)
+                # The schedule begins with the policy's first update: its warm-up must not pass while the critic's does.
+                policy_index = update_index - cfg.num_critic_only_updates
+                lr = set_learning_rate(models.optimizer, policy_index, models.num_updates, cfg.optim)
                 metrics.mean("optim/lr", lr)
                 update_metrics = update_policy(
                     policy=models.policy,

@@ -50,6 +50,7 @@ import torch
 from arpo.batch import MicroBatch, Row, microbatches
 from arpo.checkpoint import Saver
 from arpo.checkpoint.best import why_no_best
+from arpo.checkpoint.export import why_no_end
 from arpo.data import PromptOrder
 from arpo.data.hub import local_file
 from arpo.log import RunLog
@@ -105,8 +106,7 @@ def main(cfg: SFTConfig) -> None:
         f"{len(train_rows)} training and {len(valid_rows)} validation conversations, {num_steps} steps, "
         f"{ranks.world_size} ranks, from step {done_steps}"
     )
-    warning = why_no_best(run, cfg.data.valid)
-    if warning:
+    for warning in filter(None, (why_no_best(run, cfg.data.valid), why_no_end(model.path, tokenizer))):
         log.line(warning)
     validates = bool(valid_rows and run.validate_every)
     if done_steps == 0:

@@ -44,7 +44,8 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
 def k3(difference: Tensor) -> Tensor:
     """exp(-d) + d - 1, bounded as `token_kl` says."""
     log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (log_ratio.exp() - 1 - log_ratio).clamp(max=MAX_K3)
+    # expm1, because exp(x) - 1 - x loses all digits of a small x: its result may even be negative.
+    return (torch.expm1(log_ratio) - log_ratio).clamp(max=MAX_K3)
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -127,7 +127,7 @@ def policy_loss(
     log_ratio = inputs.log_ratio.detach()
     # metric -> its value at each token, (B, T)
     per_token = dict.fromkeys(CLIP_METRICS, torch.zeros_like(keep)) | tokens.metrics
-    per_token["approx_kl"] = log_ratio.exp() - 1 - log_ratio
+    per_token["approx_kl"] = torch.expm1(log_ratio) - log_ratio
     if entropy is not None:
         per_token["entropy"] = entropy.detach()
 

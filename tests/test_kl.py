@@ -35,6 +35,13 @@ def test_k3_is_bounded_and_finite_wherever_the_reference_is():
     assert logprobs.grad.tolist() == [0.0, 0.0, 0.0]
 
 
+def test_k3_of_nearly_equal_policies_keeps_its_digits():
+    """google/tunix 2315 and unslothai/unsloth-zoo 1240: exp(x) - 1 - x was -6e-8 at x = 1e-6, where it is 5e-13."""
+    for difference in (1e-6, 1e-4, -1e-3):
+        kl = token_kl(torch.tensor([-difference]), torch.zeros(1), "k3").item()
+        assert kl == pytest.approx(math.expm1(difference) - difference, rel=1e-2)
+
+
 def distributions() -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the policy (with gradient), log-probabilities of the reference."""
     g = torch.Generator().manual_seed(0)

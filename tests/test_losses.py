@@ -249,6 +249,13 @@ def test_metrics_count_clipped_tokens_and_measure_the_kl():
     assert metrics["approx_kl"] == pytest.approx(kl, rel=1e-5)
 
 
+def test_the_kl_of_a_small_update_keeps_its_digits():
+    """unslothai/unsloth-zoo 1240: exp(x) - 1 - x has lost all digits of a step that changes logprobs by 1e-5."""
+    log_ratios = torch.tensor([[1e-5, -1e-5, 3e-5]])
+    metrics = loss_of(log_ratios, torch.zeros(1, 3), torch.ones(1, 3), torch.ones(1, 3))[1]
+    assert metrics["approx_kl"] == pytest.approx(11e-10 / 6, rel=1e-2)
+
+
 def test_metrics_of_the_policy_loss_say_nothing_of_the_terms_beside_it():
     options = {"entropy": ONE, "entropy_coefficient": 0.5, "ref_logprobs": -ONE, "kl_coefficient": 0.1}
     loss, metrics = loss_of(ONE, ONE, ONE, ONE, kl_estimator="k1", **options)

@@ -38,6 +38,23 @@ UNCHANGED = (
 """Patterns of files in a model folder. Training does not change them."""
 
 
+def why_no_end(source: str, tokenizer) -> str:
+    """Return a line for the log if transformers' generate() would not stop after an answer of an export; or "".
+
+    source: the model folder whose files an export copies. (vLLM stops at the tokenizer's end token in any case.)
+    """
+    folder = model_folder(source)
+    # transformers reads config.json only for a folder without generation_config.json.
+    file = next(f for f in (folder / "generation_config.json", folder / "config.json") if f.exists())
+    ends = json.loads(file.read_bytes()).get("eos_token_id")
+    if ends is None or tokenizer.eos_token_id in (ends if isinstance(ends, list) else [ends]):
+        return ""
+    return (
+        f"warning: {file}: eos_token_id is {ends}, but an answer ends with {tokenizer.eos_token}, which is "
+        f"{tokenizer.eos_token_id}: transformers' generate() would not stop there; add it to the file"
+    )
+
+
 def full_weights(policy: Policy, source: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the policy's full weights by name, adapters merged, in the dtype of the folder `source`. Collective."""
     device = next(policy.parameters()).device

@@ -60,8 +60,9 @@ def check_row_fields(row: dict) -> None:
             if row[name] == 0:
                 fix = "leave the row out, or set it in its messages"
             raise BadRow(f"the row has {name}={str(row[name])[:60]}; {fix}, and drop the field")
-    if row.get("label") is False and row.get("completion"):
-        raise BadRow("the row has label=False, KTO's mark of what is not to be learnt; leave it out")
+    for name in ("label", "kto_tag"):
+        if row.get(name) is False:
+            raise BadRow(f"the row has {name}=False, KTO's mark of what is not to be learnt; leave it out")
 
 
 def is_trained(message: dict, role: str) -> bool:

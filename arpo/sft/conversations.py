@@ -10,7 +10,7 @@ from arpo.config.bounded import check_plain
 from arpo.data import read_rows
 from arpo.errors import UserError
 from arpo.protocol import FORMS
-from arpo.protocol.message_fields import BadRow, json_of, without_loss
+from arpo.protocol.message_fields import BadRow, is_empty, json_of, without_loss
 from arpo.protocol.messages import as_list
 
 
@@ -43,10 +43,10 @@ def _with_messages(row: dict) -> dict:
     if row.get("messages") or row.get("conversations"):
         return row
     if isinstance(row.get("instruction"), str):
-        question = row["instruction"]
-        more = row.get("input")
-        if isinstance(more, str) and more:
-            question += f"\n\n{more}"
+        more = "" if is_empty(row.get("input")) else row["input"]
+        if not isinstance(more, str):
+            raise BadRow(f"input must be text, not {type(more).__name__}")
+        question = "\n\n".join(filter(None, [row["instruction"], more]))
         return row | {"messages": [*_history(row.get("history")), *_messages(question, row.get("output"))]}
     prompt = as_list(row.get("prompt"))
     completion = as_list(row.get("completion"))

@@ -43,7 +43,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 OVERLONG = "overlong.jsonl"
-FORMAT = 5
+FORMAT = 6
 """Version of the stored tokens. Raise the number if the same file would give other tokens or another layout on disk."""
 
 
@@ -257,7 +257,9 @@ def _origin(path: Path, cfg: SFTDataConfig, codec: Codec) -> dict:
         stat = path.stat()
     except OSError as error:
         raise UserError(f"{path}: cannot read the file ({error.strerror}); check the path") from None
-    tokenizer = f"{codec.tokenizer.backend_tokenizer.to_str()}{codec.tokenizer.chat_template}"
+    loaded = codec.tokenizer
+    # A template may name the special tokens: {{ eos_token }}. Only tokenizer_config.json says which they are.
+    tokenizer = f"{loaded.backend_tokenizer.to_str()}{loaded.chat_template}{loaded.special_tokens_map}"
     return {
         "format": FORMAT,
         "file": [str(path.resolve()), stat.st_size, stat.st_mtime_ns],

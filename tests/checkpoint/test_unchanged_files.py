@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from helpers.families import TEMPLATES
-from helpers.models import build_tiny_model
+from helpers.models import build_tiny_model, build_tiny_tokenizer
 from safetensors.torch import load_file
 
-from arpo.checkpoint.export import write_hf
+from arpo.checkpoint.export import why_no_end, write_hf
 from arpo.model import load_tokenizer
 
 GENERATION = {  # report: a generation_config.json that transformers 5 reads and refuses to write, but for the last two
@@ -48,6 +48,20 @@ def test_a_generation_config_is_exported_as_it_is(report, tmp_path):
     text = json.dumps({"eos_token_id": 298} | GENERATION[report], indent=3)
     (model / "generation_config.json").write_text(text)
     assert (export(model, tmp_path / "hf") / "generation_config.json").read_text() == text
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize(("ends", "is_named"), [(0, True), ([0], True), ([0, 298], False), (298, False), (None, False)])
+def test_an_export_that_would_not_stop_at_its_end_token_is_named_before_the_run(file, ends, is_named, tmp_path):
+    """A base model with a chat template and <|im_end|> as eos_token keeps <|endoftext|> as the end in its
+    generation_config.json: LLaMA-Factory 7454 and 10834, open-r1 663, ms-swift 3113."""
+    model = build_tiny_model(tmp_path / "model", weights=False)
+    if file == "config.json":
+        (model / "generation_config.json").unlink()
+    (model / file).write_text(json.dumps({"eos_token_id": ends}))
+    warning = why_no_end(str(model), build_tiny_tokenizer())
+    named = f"warning: {model / file}: eos_token_id is {ends}, but an answer ends with <|im_end|>, which is 298: "
+    assert warning.startswith(named) if is_named else warning == ""
 
 
 def test_an_export_has_all_that_is_no_weight_unchanged_and_nothing_else(tmp_path):

@@ -37,13 +37,15 @@ def test_sharegpt_and_openai_conversations_become_the_same_messages(tmp_path):
 
 
 def test_rows_of_trl_and_alpaca_are_conversations(tmp_path):
+    """Also where Alpaca's instruction is empty: ms-swift 2766 asks what stands in front of the input then."""
     rows = [
         {"prompt": "q", "completion": "a"},
         {"prompt": dialogue("u:q"), "completion": dialogue("a:a")},
         {"instruction": "q", "input": "", "output": "a"},
+        {"instruction": "", "input": "q", "output": "a"},
         {"instruction": "q", "input": "of this", "output": "a"},
     ]
-    expected = [dialogue("u:q", "a:a")] * 3 + [dialogue("u:q\n\nof this", "a:a")]
+    expected = [dialogue("u:q", "a:a")] * 4 + [dialogue("u:q\n\nof this", "a:a")]
     assert messages_of(write_jsonl(tmp_path / "a.jsonl", rows)) == expected
     assert messages_of(write_parquet(tmp_path / "b.parquet", rows[2:])) == expected[2:]
 

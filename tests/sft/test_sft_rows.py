@@ -100,6 +100,21 @@ def test_what_is_there_is_used_again_until_file_or_options_change(tmp_path):
     assert len(tokenise_on(1, path, folder)) == 11
 
 
+def test_rows_of_another_end_token_are_not_used_again(data, tmp_path):
+    """The template names it {{ eos_token }}, and only tokenizer_config.json says which it is. (A part of the tokenizer
+    that its cache did not depend on: allenai/open-instruct 1518.)"""
+    tokenizer = build_tiny_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "{{ eos_token }}")
+    last_tokens = []
+    with mesh_of_one() as mesh:
+        for eos in ("<|im_end|>", "<|endoftext|>"):
+            tokenizer.eos_token = eos
+            codec = TagsCodec(tokenizer)
+            row = tokenise(data, CFG, codec, folder=tmp_path / "train", ranks=ranks_of(mesh))[0]
+            last_tokens.append(row.response_ids[np.flatnonzero(row.loss_mask)[-1]])
+    assert last_tokens == tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+
+
 def test_a_folder_that_was_not_finished_is_made_again(data, rows, tmp_path):
     folder = tmp_path / "train"
     tokenise_on(1, data, folder)

@@ -76,6 +76,7 @@ def weighted(**weights: object) -> dict:
         # slime's step_loss_mask is 1 in each message, and its label is for RL
         ({"messages": [{**ASKED, "step_loss_mask": 1}, said(step_loss_mask=1)], "label": "34"}, [f"A{END}"]),
         ({"prompt": [ASKED], "completion": [said()], "label": True}, [f"A{END}"]),
+        ({"messages": [ASKED, said()], "kto_tag": True}, [f"A{END}"]),
         # NVIDIA-NeMo/Automodel#2325, LlamaFactory#10530: one turn
         (sharegpt(("human", "Q?"), ("gpt", "I look."), ("function_call", SEARCH), ("observation", "r"), ("gpt", "A")),
          ["I look.<search> Paris </search>", f"A{END}"]),
@@ -126,6 +127,8 @@ def test_with_tags_a_row_is_trained_as_its_maker_means(row, trained):
         (weighted(loss_weight=2.0), "loss_weight of the assistant message must be 0 or 1"),
         ({"messages": [ASKED, said()], "weight": 2.0}, "the row has weight=2.0; rows have no weights: repeat it"),
         ({"prompt": [ASKED], "completion": [said("BAD")], "label": False}, "the row has label=False"),
+        ({"messages": [ASKED, said("BAD")], "label": False}, "the row has label=False"),  # ms-swift#4535
+        ({"instruction": "Q?", "output": "BAD", "kto_tag": False}, "the row has kto_tag=False"),  # LLaMA-Factory's
         (weighted(loss_mask=[0, 1]), "loss_mask of the assistant message must be 0 or 1"),
         (weighted(weight=1, trainable=False), "contradict"),
         ({"messages": [{**ASKED, "train": True}, said()]}, "train of the user message asks for training on it"),
@@ -144,6 +147,8 @@ def test_with_tags_a_row_is_trained_as_its_maker_means(row, trained):
          "has not answered"),
         ({"messages": [ASKED, said("", tool_calls=[{"name": "search", "parameters": {"q": "a"}}])]}, "'parameters'"),
         ({"instruction": "Q?", "output": "6", "history": ["2+2?", "4"]}, "history must be a list of"),
+        # SpecForge#720 lost the inputs of CodeAlpaca, and we one that is no text
+        ({"instruction": "Sort it.", "input": [3, 1, 2], "output": "[1, 2, 3]"}, "input must be text, not list"),
         ({"prompt": [ASKED, said("B")], "completion": [said()]}, "two assistant messages follow"),
         ({"messages": [{"role": "system", "content": "a"}, ASKED, said()], "system": "b"}, "another one"),
     ],
