@@ -67,7 +67,7 @@ GENERAL = {  # values that a setting of a type may have
     bool: (False, True),
     int: (0, 1, 5),
     float: (0.0, 0.25, 0.5, 1.0),
-    str: ("", OWN, "x", WORDS["FILE.py:NAME=ADDRESS"]),
+    str: ("", OWN, "x", "{}", WORDS["FILE.py:NAME=ADDRESS"]),
     tuple: ((), ("format=1",), (f"{OWN}=1",)),
 }
 
