@@ -43,7 +43,7 @@ ALGORITHMS = {
     "reinforce++": ["--loss.kind", "reinforce", "--loss.rollout_correction", "mis", "--loss.kl_coefficient", "0.1",
                     "--loss.kl_in", "reward", "--loss.kl_estimator", "k2", "--advantage.normalize", "batch"],
     "ppo": ["--advantage.kind", "gae", "--advantage.lam", "0.95", "--critic.warmup_steps", "1", "--critic.lr", "1e-3",
-            "--critic.path", "@WORLD@/model", "--run.save_every", "1", "--optim.warmup_ratio", "1.0"],
+            "--critic.path", "@WORLD@/model", "--run.save_every", "1", "--optim.schedule", "linear"],
     "resampled": ["--branching.selector", "at2po", "--branching.num_initial_rollouts", "3",
               "--reward.file", "@WORLD@/reward.py:compute_hit", "--advantage.dead_groups", "resample",
               "--run.dump_every", "1", *SEARCHES],
@@ -135,7 +135,7 @@ def test_the_policy_waits_until_the_critic_is_warm(metrics_of):
 
 
 def test_the_policys_schedule_begins_after_the_critics_warmup(metrics_of):
-    """RLinf 1359: the rate's warm-up passed while only the critic was trained. Two updates get 1/2 and 1 of it."""
+    """RLinf 1359: the rate's schedule passed while only the critic was trained. Two updates get 1 and 1/2 of it."""
     warmup, after = metrics_of("ppo")
     assert "optim/lr" not in warmup and after["optim/lr"] == pytest.approx(1e-2 * 3 / 4)
 
