@@ -109,6 +109,9 @@ def _csv_rows(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator
             text.seek(0)
         rows = csv.DictReader(text, strict=True)
         try:
+            names = rows.fieldnames or []
+            if repeated := [name for name in names if name and names.count(name) > 1]:
+                raise UserError(f"{path}: two columns are called {repeated[0]!r}; rename or remove one")
             for row in islice(rows, begin, end):
                 place = f"{path}:{rows.line_num}"
                 if None in row or None in row.values():  # more cells than columns, or fewer
@@ -153,7 +156,7 @@ def _parsed(path: Path, data: bytes, first_line: int = 1) -> object:
     """Return the JSON value of `data`, which begins at line `first_line` of the file."""
     text = data.removeprefix(BOM).decode().rstrip()
     try:
-        return parse_json(text)
+        return parse_json(text, unique_names=True)
     except json.JSONDecodeError as error:
         place = f"{path}:{first_line + error.lineno - 1}"
         reason = f"{error.msg} at column {error.colno}"

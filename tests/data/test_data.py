@@ -97,6 +97,14 @@ def test_many_bad_rows_stop_with_the_first_one_named(tmp_path):
         ("table.csv", b'question,answer\na,b\n"a', r":2: not valid csv"),
         ("short.csv", b"question,answer\na\n", r":2: has not the 2 columns"),
         ("long.csv", b"question,answer\na,b,c\n", r":2: has not the 2 columns"),
+        # the second value would silently replace the first (cpython 61739, arnio PR 1780)
+        ("twice.csv", b"question,answer,answer\na,b,c\n", r"twice\.csv: two columns are called 'answer'; rename"),
+        (
+            "twice.jsonl",
+            b'{"question": "a", "answer": "4", "answer": "5"}\n',
+            r"twice\.jsonl:1: .*'answer' stands there twice",
+        ),
+        ("twice.json", b'[{"question": "a", "answer": {"value": "4", "value": "5"}}]', r"'value' stands there twice"),
         ("cut.jsonl.gz", gzip.compress(b'{"question": "a", "answer": "b"}', mtime=0)[:-9], "not a whole gzip file"),
         ("plain.jsonl.gz", b'{"question": "a", "answer": "b"}', "not a whole gzip file"),
         ("rl.parquet.gz", b"PAR1", "unknown file type"),
