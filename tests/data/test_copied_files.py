@@ -48,6 +48,10 @@ def parsed(row: dict):
         ({"Question": "Q", "Level": "2", "Final answer": "17", "file_name": ""}, "Q", ["17"]),  # GAIA
         ({"question": "Q", "answer": {"value": "NYC", "aliases": ["New York", "NYC"]}}, "Q", ["NYC", "New York"]),
         ({"question": "Q", "answer": {"value": "NYC", "aliases": None}}, "Q", ["NYC"]),
+        # MuSiQue's row, and a flat one of TriviaQA: aliases are graded as right (James-RAG-Evol PR 730, llm-foundry 1557)
+        ({"question": "Q", "answer": "York", "answer_aliases": ["City of York"]}, "Q", ["York", "City of York"]),
+        ({"question": "Q", "answer": "York", "aliases": ["YORK", "York"]}, "Q", ["York", "YORK"]),
+        ({"question": "Q", "answer": "York", "answer_aliases": []}, "Q", ["York"]),
         ({"question": "Q", "answers": {"text": ["NYC", "New York"], "answer_start": [3, 9]}}, "Q", ["NYC", "New York"]),
         ({"prompt": [{"role": "developer", "content": "Be brief."}, *ASKED], "answer": "1"}, "Who wrote it?", ["1"]),
         ({"prompt": json.dumps(ASKED), "answer": "1"}, "Who wrote it?", ["1"]),
