@@ -164,7 +164,7 @@ def _answers(value: object, field: str) -> list[str]:
             answer = int(answer)  # pandas writes an integer column with gaps as floats
         if not isinstance(answer, str | int | float):
             raise BadRow(f"{field} must be text, a number or a list of them, not {type(answer).__name__}")
-        answers.append(str(answer).rpartition("\n####")[2].strip())
+        answers.append(f"\n{answer}".rpartition("\n####")[2].strip())  # the marker may also begin the text
     if not answers or not all(answers):
         raise BadRow(f"{field} is blank")
     return answers

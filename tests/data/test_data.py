@@ -6,6 +6,8 @@ import gzip
 import json
 import logging
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers.edits import ROOT
 from helpers.files import write_jsonl, write_parquet
@@ -122,6 +124,16 @@ def test_bad_file_is_one_line_that_names_it(tmp_path, name, content, message):
     with pytest.raises(UserError, match=message) as error:
         load_prompts(tmp_path / name)
     assert name in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_number_of_32_bits_has_the_digits_that_were_written(tmp_path):
+    """polars 15176: 132.04 came back as 132.039993; as an answer, 0.1 would be graded as wrong."""
+    table = {"question": ["a", "b"], "answer": pa.array([0.1, 3], pa.float32())}
+    table["level"] = pa.array([[132.04], [0.5]], pa.list_(pa.float16()))
+    pq.write_table(pa.table(table), tmp_path / "q.parquet")
+    prompts = load_prompts(tmp_path / "q.parquet")
+    assert [prompt.answers for prompt in prompts] == [["0.1"], ["3"]]
+    assert prompts[0].meta["level"] == [132.0] and prompts[1].meta["level"] == [0.5]
 
 
 def test_corrupt_parquet_page_is_a_user_error(tmp_path):
