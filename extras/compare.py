@@ -19,7 +19,7 @@ import numpy as np
 from arpo.errors import UserError
 from arpo.evals import bootstrap_means, interval_of, mean
 from arpo.evals.records import grades_path, read_grades
-from arpo.evals.scores import correct_by_question, ks_of, pass_values
+from arpo.evals.scores import MUTED, correct_by_question, ks_of, pass_values
 from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
 from arpo.start.load import run_or_exit
 
@@ -88,7 +88,10 @@ def scores_of(folder: Path) -> Iterator[dict]:
 
 
 def compare_pair(run: EvaluatedRun, reference: EvaluatedRun, *, seed: int = 0) -> dict:
-    """Return {benchmarks: name -> numbers, overall: numbers, left_out: lines about the parts left out}."""
+    """Return {benchmarks: name -> numbers, overall: numbers, left_out: lines about the parts left out}.
+
+    As in a report, control sets (MUTED) do not count in `overall`.
+    """
     differences: dict[str, Differences] = {}
     table: dict[str, dict] = {}
     left_out = []
@@ -113,9 +116,10 @@ def compare_pair(run: EvaluatedRun, reference: EvaluatedRun, *, seed: int = 0) -
                 "run": mean(mean(samples) for samples in own.values()),
                 **estimates([differences[name]], seed=seed),
             }
+    counted = [found for name, found in differences.items() if not name.endswith(MUTED)]
     return {
         "benchmarks": table,
-        "overall": {"benchmarks": len(table), **estimates(list(differences.values()), seed=seed)} if table else {},
+        "overall": {"benchmarks": len(counted), **estimates(counted, seed=seed)} if counted else {},
         "left_out": left_out,
     }
 
@@ -146,8 +150,9 @@ def estimates(parts: Sequence[Differences], *, seed: int) -> dict[str, dict[str,
 
 def _table(title: str, result: dict) -> Table:
     rows_of = {**result["benchmarks"]}
-    if len(rows_of) > 1:
-        rows_of[f"mean of {len(rows_of)}"] = result["overall"]
+    num_counted = result["overall"].get("benchmarks", 0)
+    if num_counted > 1:
+        rows_of[f"mean of {num_counted}"] = result["overall"]
     columns = {k for numbers in rows_of.values() for k in numbers if k.startswith("pass@")}
     columns = sorted(columns, key=lambda k: int(k[len("pass@") :]))
     head = ["benchmark", "questions", "reference", "run", "difference [95 %]", *(f"{k} difference" for k in columns)]

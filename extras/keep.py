@@ -19,7 +19,7 @@ from arpo.data import load_prompts, read_rows
 from arpo.errors import UserError
 from arpo.evals import mean
 from arpo.evals.grading import question_digest
-from arpo.evals.records import grades_path, read_grades
+from arpo.evals.records import grades_path, read_grades, read_records
 from arpo.evals.scores import correct_by_question
 from arpo.evals.tables import replace_file
 
@@ -28,13 +28,15 @@ def keep(run: Path, data: Path, out: Path, low: float = 0.01, high: float = 0.99
     """Keep a row of `data` if the share of right samples is from `low` to `high`. Return a summary.
 
     Each row gets the share as `pass_rate`; custom rewards can read `sample.meta["pass_rate"]`. Rows without evaluation
-    are left out. Raises UserError if the run has other questions, no row is kept, or a row is not plain data.
+    are left out. A sample that an infrastructure error cut off does not count. Raises UserError if the run has other
+    questions, no row is kept, or a row is not plain data.
     """
     if not 0 <= low <= high <= 1:
         raise UserError(f"--low {low:g} --high {high:g}: must be 0 <= low <= high <= 1")
     if out.suffix != ".jsonl" or out.resolve() == data.resolve():
         raise UserError(f"--out {out}: must be a .jsonl file, and not the data itself")
-    grades = read_grades(grades_path(run, data.stem))
+    cut_off = {(r.question_id, r.sample) for r in read_records(run) if r.benchmark == data.stem and r.has_failed}
+    grades = [g for g in read_grades(grades_path(run, data.stem)) if (g.question_id, g.sample) not in cut_off]
     rates = {question: mean(correct) for question, correct in correct_by_question(grades).items()}
     digests = {grade.question_id: grade.question_digest for grade in grades}
     prompts = {prompt.prompt_id: prompt for prompt in load_prompts(data)}

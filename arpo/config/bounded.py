@@ -49,15 +49,25 @@ def read_json(path: Path) -> Any:
     return parse_json(read_file(path))
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return the value in a JSON text."""
+def parse_json(text: str | bytes, *, unique_names: bool = False) -> Any:
+    """Return the value in a JSON text. unique_names: raise ValueError for an object with the same name twice."""
     lists, objects, values = (text.count(mark if isinstance(text, str) else mark.encode()) for mark in "[{,")
     if 8 * (lists + objects) + values > MAX_VALUES:
         raise ValueError("too many lists, objects or values")
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object_of if unique_names else None)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. json would silently take the last of two values with the same name."""
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{repeated!r} stands there twice; drop one")
+    return tree
 
 
 def parse_fields(option: str, text: str) -> dict[str, Any]:

@@ -27,6 +27,8 @@ QUESTION_FIELDS = ("prompt", "question", "Question", "problem", "query")
 ANSWER_FIELDS = ("answer", "answers", "golden_answers", "ground_truth", "Final answer", "final_answer")
 LABEL_FIELD = "label"
 """slime's answer, if it is text. KTO's label is true or false, and a class label is a number: these are no answers."""
+ALIAS_FIELDS = ("answer_aliases", "aliases")
+"""Further accepted answers beside the answer, in rows of MuSiQue and TriviaQA."""
 MAX_BAD_ROWS = 3
 MAX_BAD_SHARE = 0.01
 """A file is refused if more of its rows are bad than both limits allow."""
@@ -80,6 +82,9 @@ def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Pro
     else:
         label = (LABEL_FIELD,) if isinstance(rest.get(LABEL_FIELD), str | list) else ()
         answers = _answers(_take(rest, (*ANSWER_FIELDS, *label), "answer"), "answer")
+    for field in ALIAS_FIELDS:
+        if rest.get(field):
+            answers = list(dict.fromkeys([*answers, *_answers(rest[field], field)]))
     data_source = rest.pop("data_source", None) or default_source
     tools = rest.pop("tools", None)
     if isinstance(tools, str):
@@ -159,7 +164,7 @@ def _answers(value: object, field: str) -> list[str]:
             answer = int(answer)  # pandas writes an integer column with gaps as floats
         if not isinstance(answer, str | int | float):
             raise BadRow(f"{field} must be text, a number or a list of them, not {type(answer).__name__}")
-        answers.append(str(answer).rpartition("\n####")[2].strip())
+        answers.append(f"\n{answer}".rpartition("\n####")[2].strip())  # the marker may also begin the text
     if not answers or not all(answers):
         raise BadRow(f"{field} is blank")
     return answers

@@ -76,8 +76,13 @@ def _as_written(value: Any, kind: Any) -> Any:
     """Undo the changes that writing to parquet made to a value.
 
     `datasets` writes values whose type differs between rows as JSON text (its Json type). Parquet gives every object
-    the keys of all objects, with null for the keys that an object did not have.
+    the keys of all objects, with null for the keys that an object did not have. A number of 32 bits has about seven
+    digits: read as 64 bits, 0.1 would be 0.10000000149011612.
     """
+    import pyarrow as pa
+
+    if isinstance(value, float) and pa.types.is_floating(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
     if isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json":
         tree = parse_json(value)
         check_plain(tree)
@@ -85,16 +90,9 @@ def _as_written(value: Any, kind: Any) -> Any:
     if isinstance(value, dict):
         kinds = {field.name: field.type for field in kind}
         return {name: _as_written(field, kinds[name]) for name, field in value.items() if field is not None}
-    if _has_items(value, kind):
+    if isinstance(value, list) and not pa.types.is_map(kind):  # a map is a list too, but of (key, value) pairs
         return [_as_written(item, kind.value_type) for item in value]
     return value
-
-
-def _has_items(value: Any, kind: Any) -> bool:
-    """Return True for a list. A parquet map is also a Python list, but of (key, value) pairs."""
-    import pyarrow as pa
-
-    return isinstance(value, list) and not pa.types.is_map(kind)
 
 
 def _csv_rows(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator[tuple[str, dict]]:
@@ -109,6 +107,9 @@ def _csv_rows(path: Path, file: BinaryIO, part: int, num_parts: int) -> Iterator
             text.seek(0)
         rows = csv.DictReader(text, strict=True)
         try:
+            names = rows.fieldnames or []
+            if repeated := [name for name in names if name and names.count(name) > 1]:
+                raise UserError(f"{path}: two columns are called {repeated[0]!r}; rename or remove one")
             for row in islice(rows, begin, end):
                 place = f"{path}:{rows.line_num}"
                 if None in row or None in row.values():  # more cells than columns, or fewer
@@ -153,7 +154,7 @@ def _parsed(path: Path, data: bytes, first_line: int = 1) -> object:
     """Return the JSON value of `data`, which begins at line `first_line` of the file."""
     text = data.removeprefix(BOM).decode().rstrip()
     try:
-        return parse_json(text)
+        return parse_json(text, unique_names=True)
     except json.JSONDecodeError as error:
         place = f"{path}:{first_line + error.lineno - 1}"
         reason = f"{error.msg} at column {error.colno}"

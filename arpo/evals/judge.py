@@ -197,7 +197,7 @@ def parse_verdict(reply: str) -> Verdict:
     """Parse a judge's reply. Only "correct" is correct; "partially correct" is incorrect.
 
     The text in <judgment> tags counts. Without tags the full reply must be one of the two words. Thoughts (<think>) do
-    not count. Two contradicting verdicts are unparsable.
+    not count. Two contradicting verdicts, and other words in the tags, are unparsable.
 
     >>> parse_verdict("The same. <judgment>Correct</judgment>").status, parse_verdict("It is.").status
     ('correct', 'unparsable')
@@ -209,8 +209,17 @@ def parse_verdict(reply: str) -> Verdict:
     phrases = {" ".join(re.findall(r"\w+", text.lower())) for text in tagged or [statement]} - {""}
     if not tagged and not phrases <= {"correct", "incorrect"}:
         return Verdict("unparsable", reply)
-    verdicts = {"correct" if phrase == "correct" else "incorrect" for phrase in phrases}
+    verdicts = {_status_of(phrase.split()) for phrase in phrases}
     return Verdict(verdicts.pop() if len(verdicts) == 1 else "unparsable", reply)
+
+
+def _status_of(words: Sequence[str]) -> Literal["correct", "incorrect", "unparsable"]:
+    """Return the status of a verdict in words. "partially correct" -> "incorrect", "C" -> "unparsable" """
+    if words == ["correct"]:
+        return "correct"
+    if {"correct", "incorrect"} <= set(words):  # the choice, repeated
+        return "unparsable"
+    return "incorrect" if {"correct", "incorrect", "wrong"} & set(words) else "unparsable"
 
 
 def _sanitize(text: str) -> str:

@@ -7,7 +7,8 @@ import string
 import unicodedata
 from collections import Counter
 
-_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit)\s*\{([^{}]*)\}")
+_FONTS = r"text(?:bf|it|rm|sf|tt|sc|sl|up|normal)?|math(?:bf|it|rm|sf|tt|normal)|bm|boldsymbol|emph|mbox|hbox"
+_WRAPPER = re.compile(rf"\\(?:{_FONTS})\s*\{{([^{{}}]*)\}}")
 _MARKDOWN = re.compile(r"\s*(\*{1,3}|__|`{1,3})(?=\S)([^*`]*[^*`\s])\1")
 _CJK = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])")
 # The lookahead rejects "A. is wrong; B", since it names two options.
@@ -24,7 +25,9 @@ def unwrap(text: str) -> str:
     marked = _MARKDOWN.match(text)
     if marked:
         text = marked[2] + text[marked.end() :]
-    return _WRAPPER.sub(r"\1", text).strip().strip("$").strip()
+    while (inner := _WRAPPER.sub(r"\1", text)) != text:  # one font may stand within another
+        text = inner
+    return text.strip().strip("$").strip()
 
 
 def option_letter(text: str) -> str | None:

@@ -48,6 +48,10 @@ def parsed(row: dict):
         ({"Question": "Q", "Level": "2", "Final answer": "17", "file_name": ""}, "Q", ["17"]),  # GAIA
         ({"question": "Q", "answer": {"value": "NYC", "aliases": ["New York", "NYC"]}}, "Q", ["NYC", "New York"]),
         ({"question": "Q", "answer": {"value": "NYC", "aliases": None}}, "Q", ["NYC"]),
+        # the aliases of MuSiQue and of a flat row of TriviaQA (James-RAG-Evol PR 730, llm-foundry 1557)
+        ({"question": "Q", "answer": "York", "answer_aliases": ["City of York"]}, "Q", ["York", "City of York"]),
+        ({"question": "Q", "answer": "York", "aliases": ["YORK", "York"]}, "Q", ["York", "YORK"]),
+        ({"question": "Q", "answer": "York", "answer_aliases": []}, "Q", ["York"]),
         ({"question": "Q", "answers": {"text": ["NYC", "New York"], "answer_start": [3, 9]}}, "Q", ["NYC", "New York"]),
         ({"prompt": [{"role": "developer", "content": "Be brief."}, *ASKED], "answer": "1"}, "Who wrote it?", ["1"]),
         ({"prompt": json.dumps(ASKED), "answer": "1"}, "Who wrote it?", ["1"]),
@@ -57,6 +61,7 @@ def parsed(row: dict):
         ({"prompt": ASKED, "label": ["34", "thirty-four"]}, "Who wrote it?", ["34", "thirty-four"]),
         ({"prompt": ASKED, "answer": "1", "label": "easy"}, "Who wrote it?", ["1"]),
         ({"question": "Q", "answer": "16 - 3 = <<16-3=13>>13.\n#### 1,300"}, "Q", ["1,300"]),  # GSM8K
+        ({"question": "Q", "answer": "#### -3"}, "Q", ["-3"]),  # proeval PR 19
         ({"query_id": "769", "query": "Q", "answer": "Ada", "gold_docs": [{"text": "t"}]}, "Q", ["Ada"]),  # BrowseComp+
         ({"prompt": "[1, 2] is what?", "answer": "1"}, "[1, 2] is what?", ["1"]),
         ({"prompt": '[{"a": 1}]', "answer": "1"}, '[{"a": 1}]', ["1"]),

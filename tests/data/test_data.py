@@ -6,6 +6,8 @@ import gzip
 import json
 import logging
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers.edits import ROOT
 from helpers.files import write_jsonl, write_parquet
@@ -97,6 +99,14 @@ def test_many_bad_rows_stop_with_the_first_one_named(tmp_path):
         ("table.csv", b'question,answer\na,b\n"a', r":2: not valid csv"),
         ("short.csv", b"question,answer\na\n", r":2: has not the 2 columns"),
         ("long.csv", b"question,answer\na,b,c\n", r":2: has not the 2 columns"),
+        # the second value would silently replace the first (cpython 61739, arnio PR 1780)
+        ("twice.csv", b"question,answer,answer\na,b,c\n", r"twice\.csv: two columns are called 'answer'; rename"),
+        (
+            "twice.jsonl",
+            b'{"question": "a", "answer": "4", "answer": "5"}\n',
+            r"twice\.jsonl:1: .*'answer' stands there twice",
+        ),
+        ("twice.json", b'[{"question": "a", "answer": {"value": "4", "value": "5"}}]', r"'value' stands there twice"),
         ("cut.jsonl.gz", gzip.compress(b'{"question": "a", "answer": "b"}', mtime=0)[:-9], "not a whole gzip file"),
         ("plain.jsonl.gz", b'{"question": "a", "answer": "b"}', "not a whole gzip file"),
         ("rl.parquet.gz", b"PAR1", "unknown file type"),
@@ -114,6 +124,16 @@ def test_bad_file_is_one_line_that_names_it(tmp_path, name, content, message):
     with pytest.raises(UserError, match=message) as error:
         load_prompts(tmp_path / name)
     assert name in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_number_of_32_bits_has_the_digits_that_were_written(tmp_path):
+    """polars 15176: 132.04 came back as 132.039993; as an answer, 0.1 would be graded as wrong."""
+    table = {"question": ["a", "b"], "answer": pa.array([0.1, 3], pa.float32())}
+    table["level"] = pa.array([[132.04], [0.5]], pa.list_(pa.float16()))
+    pq.write_table(pa.table(table), tmp_path / "q.parquet")
+    prompts = load_prompts(tmp_path / "q.parquet")
+    assert [prompt.answers for prompt in prompts] == [["0.1"], ["3"]]
+    assert prompts[0].meta["level"] == [132.0] and prompts[1].meta["level"] == [0.5]
 
 
 def test_corrupt_parquet_page_is_a_user_error(tmp_path):

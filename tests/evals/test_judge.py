@@ -66,6 +66,9 @@ VERDICTS = {
         "<judgment>Correct</judgment><judgment>Incorrect</judgment>", "Correct. Or rather: incorrect.",
         "The prediction is correct.", "Partially correct", '{"judgment": "Correct"}', "<judgment></judgment>",
         "The prediction is not incorrect.", "正确",
+        # no verdict, so none against the prediction (inspect_ai 4026 and PR 4908, sieval PR 43)
+        "<judgment>C</judgment>", "<judgment>Yes</judgment>", "<judgment>unclear</judgment>",
+        "<judgment>正确</judgment>", "<judgment>Correct/Incorrect</judgment>",
     ],
 }  # fmt: skip
 

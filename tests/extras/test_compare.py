@@ -66,6 +66,18 @@ def test_overall_each_benchmark_counts_the_same(tmp_path):
     assert "| mean of 2 |" in text
 
 
+def test_a_control_set_does_not_count_in_the_mean(tmp_path):
+    """lm-evaluation-harness PR 2198: a group could only be the mean of a task and of its control."""
+    wrong, right = [grades_of({f"q{i}": chance for i in range(10)}, 1, seed=0) for chance in (0.0, 1.0)]
+    a = write_run(tmp_path / "a", gaia=wrong, gaia_muted=wrong, hle=wrong)
+    b = write_run(tmp_path / "b", gaia=right, gaia_muted=wrong, hle=right)
+    text, result = compared(a, b)
+    assert result["benchmarks"]["gaia_muted"]["accuracy"]["difference"] == 0.0
+    assert result["overall"]["accuracy"]["difference"] == 1.0 and "| mean of 2 |" in text
+    c = write_run(tmp_path / "c", gaia=wrong, gaia_muted=wrong)
+    assert "mean of" not in compared(c, b)[0]
+
+
 def test_only_common_questions_of_one_version_of_a_test_set_count_and_the_others_are_told(tmp_path):
     own, common = grades_of(HALF, 1, seed=0), grades_of(dict(list(HALF.items())[:10]), 1, seed=0)
     other_version = [replace(grade, question_digest="other") for grade in own[10:15]]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.eval_records import record, saved
 from helpers.files import read_jsonl, write_jsonl
 from helpers.ranks import ROOT
 
@@ -11,6 +12,7 @@ from arpo.data import load_prompts
 from arpo.errors import UserError
 from arpo.evals.grading import question_digest
 from arpo.evals.records import Grade, write_grades
+from arpo.trajectory import Group, Prompt
 from extras.keep import keep
 
 NUM_RIGHT = {0: 0, 1: 1, 2: 2, 3: 4}
@@ -42,6 +44,23 @@ def test_what_is_solved_now_and_then_is_kept_with_its_rate_and_the_bounds_belong
     assert [p.meta["pass_rate"] for p in load_prompts(rated[2])] == [0.25, 0.5]
     keep(*rated, low=0.5, high=1.0)
     assert [row["level"] for row in read_jsonl(rated[2])] == [2, 3]
+
+
+def test_a_sample_that_an_infrastructure_error_cut_off_says_nothing_about_the_question(rated):
+    """strands-env 98: samples without a verdict were counted as failures of the policy."""
+    run = rated[0]
+    stops = {"own-000000": ["error"] * 4, "own-000002": ["eos", "eos", "error", "error"]}  # question 2: both right
+    groups = [
+        Group(Prompt(question, [{"role": "user", "content": "?"}], ["1"], "own"), [
+            record("<think>t</think>", question_id=question, sample=sample, stop_reason=stop).trajectory
+            for sample, stop in enumerate(stops_of_question)
+        ])
+        for question, stops_of_question in stops.items()
+    ]  # fmt: skip
+    saved(run, groups, "own", "reward")
+    told = keep(*rated)
+    assert "1 kept, 0 solved less often, 2 solved more often, 2 not evaluated" in told
+    assert [row["level"] for row in read_jsonl(rated[2])] == [1]
 
 
 def test_other_questions_and_nothing_to_keep_are_refused(rated):

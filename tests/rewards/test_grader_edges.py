@@ -249,6 +249,17 @@ CASES = {
         ("**7** 3", "73", False),
         ("x**2 + y**2", "x^2+y^2", True),
     ],
+    "fonts around an answer: localOllamaRAG#208, NeMo-Gym#1790": [
+        (r"\textrm{B}", "B", True),
+        (r"\mbox{(B)}", "B", True),
+        (r"\textbf{\textsf{B}}", "B", True),
+        (r"\texttt{73}", "73", True),
+        (r"\boldsymbol{73}", "73", True),
+        (r"\mathit{even}", "even", True),
+        (r"\emph{Monday}", "Monday", True),
+        (r"\mathsf{74}", "73", False),
+        (r"\mathcal{B}", "B", False),  # another letter, not another font
+    ],
     "percent, units and signs: Math-Verify#67, open-instruct#1893": [
         ("28", r"28\%", True),
         ("28.5", r"28.5\%", True),
@@ -348,6 +359,12 @@ CASES = {
 )
 def test_doubtful_answers_are_graded_as_the_docs_say(prediction, answer, equal):
     assert math_equal(prediction, answer) is equal
+
+
+def test_in_questions_too_a_font_is_no_part_of_the_answer():
+    """localOllamaRAG 208, NeMo-Gym 1790."""
+    assert token_f1(r"\emph{Paris}", "Paris") == exact_match(r"\textbf{\textsc{Paris}}", ["Paris"]) == 1.0
+    assert qa_accuracy(r"\mathsf{B}", ["B"]) == 1.0 and qa_accuracy(r"\mathsf{C}", ["B"]) == 0.0
 
 
 def test_in_questions_too_an_en_dash_is_a_minus_and_w_is_no_option_and_signs_alone_are_words():
