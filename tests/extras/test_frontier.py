@@ -303,6 +303,8 @@ ONE_FORK = "top_h_anchored_g2_r1_x1"
         ("silent", "arpo_g4_r1_x1", "grpo_g2_x1", "`arpo` {} (0 of 4 fail)."),
         ("silent", "top_h_g4_r1_x1", "positions_g4_r1_x1", "{} of the blind forks' calls"),
         ("silent", ONE_ROOT, "grpo_g2_x1", "With the anchor it is {}."),
+        ("silent", ONE_FORK, "grpo_g2_x1", "with the anchor, take {} of the calls of GRPO with two**"),
+        ("silent", ONE_FORK, ONE_ROOT, "{} of those of one root and three forks (eight seeds, none fails"),
         ("silent", "random_g4_r1_x1", "grpo_g2_x1", "Random forks take {} of GRPO 2's calls"),
         ("silent", "top_h_g4_r1_x1", "random_g4_r1_x1", "`top_h` takes {} of theirs"),
     ],
@@ -347,6 +349,17 @@ def test_what_the_page_says_of_the_anchor_is_in_the_results():
         interval(ratios(steps[name], steps["grpo_g3_x1"], "calls")) for name in ("random_anchored_g2_r1_x1", ONE_FORK)
     )
     assert f"random fork take {by_chance}, and with the fork at the most uncertain turn {by_entropy} (eight" in readme
+
+
+def test_what_is_said_of_one_fork_in_the_silent_world_holds_against_repeats_on_its_own_machine():
+    runs = {setting.name: of_setting for setting, of_setting in by_setting(compared("silent")).items()}
+    one_fork = runs[ONE_FORK]
+    repeats = {line["seed"]: line for line in results("tried") if line["world"] == "silent"}
+    assert [sum(cost(line) is None for line in of.values()) for of in (one_fork, repeats)] == [0, 1]
+    page = " ".join((ROOT / "docs/branching.md").read_text().split())
+    assert f"of these repeats they take {interval(ratios(one_fork, repeats, 'calls'))} (one of 8 repeats fails" in page
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"one root and one fork take {interval(ratios(one_fork, runs['grpo_g2_x1'], 'calls'))} (eight" in readme
 
 
 def test_the_table_of_echo_is_that_of_its_results():
