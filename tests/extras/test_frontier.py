@@ -303,9 +303,9 @@ ONE_FORK = "top_h_anchored_g2_r1_x1"
         ("silent", "arpo_g4_r1_x1", "grpo_g2_x1", "`arpo` {} (0 of 4 fail)."),
         ("silent", "top_h_g4_r1_x1", "positions_g4_r1_x1", "{} of the blind forks' calls"),
         ("silent", ONE_ROOT, "grpo_g2_x1", "With the anchor it is {}."),
-        ("silent", ONE_FORK, "grpo_g2_x1", "with the anchor, take {} of the calls of GRPO with two**"),
-        ("silent", "at2po_anchored_g2_r1_x1", "grpo_g2_x1", "`at2po` takes {} (1 of 8 fails). The group"),
-        ("silent", ONE_FORK, ONE_ROOT, "{} of those of one root and three forks (eight seeds, none fails"),
+        ("silent", ONE_FORK, "grpo_g2_x1", "compares them with GRPO's older runs: {}."),
+        ("silent", "at2po_anchored_g2_r1_x1", "grpo_g2_x1", "`at2po` takes {} of those of GRPO's older runs (1 of 8"),
+        ("silent", ONE_FORK, ONE_ROOT, "One root and one fork take {} of the calls of one root and three forks (again"),
         ("silent", "random_g4_r1_x1", "grpo_g2_x1", "Random forks take {} of GRPO 2's calls"),
         ("silent", "top_h_g4_r1_x1", "random_g4_r1_x1", "`top_h` takes {} of theirs"),
     ],
@@ -357,11 +357,14 @@ def test_what_is_said_of_one_fork_in_the_silent_world_holds_against_repeats_on_i
     one_fork = runs[ONE_FORK]
     repeats = {line["seed"]: line for line in results("tried") if line["world"] == "silent"}
     assert [sum(cost(line) is None for line in of.values()) for of in (one_fork, repeats)] == [0, 1]
+    calls = interval(ratios(one_fork, repeats, "calls"))
+    p = f"ranks: p = {rank_test(one_fork, repeats):.3f})"
     page = " ".join((ROOT / "docs/branching.md").read_text().split())
-    ratio = interval(ratios(one_fork, repeats, "calls"))
-    assert f"of these repeats the runs of `top_h` take {ratio} (one of 8 repeats fails" in page
+    assert (
+        f"with the anchor, take {calls} of the calls of GRPO with two** on the same machine (eight seeds, {p}" in page
+    )
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"one root and one fork take {interval(ratios(one_fork, runs['grpo_g2_x1'], 'calls'))} (eight" in readme
+    assert f"one root and one fork take {calls} (eight seeds, none fails; {p}" in readme
 
 
 def test_the_table_of_echo_is_that_of_its_results():

@@ -1,6 +1,7 @@
 """What a run says of its devices. GPUs, drivers and CUDA builds are pretended here: no test of this file has one."""
 
 import importlib.metadata
+import logging.handlers
 import socket
 import subprocess
 import sys
@@ -127,17 +128,30 @@ CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "
 
 
 @pytest.mark.skipif("avx2" not in CPU, reason="not an x86 CPU under Linux")
-def test_a_cpu_without_kernels_for_bfloat16_is_named_with_the_flags_that_help():
+def test_this_cpu_is_named_if_it_has_no_kernels_for_bfloat16():
     """Public reports: pytorch/pytorch 146508 and 86550, tt-mlir 7501, OpenBLAS 3540, vllm 12778, llm-on-ray 255."""
+    assert bool(devices.slow_bfloat16({"engine.dtype": "bfloat16"})) == ("avx512bw" not in CPU)
+
+
+def lines_on_a_slow_cpu(ranks, dtypes: dict[str, str]) -> list[str]:
+    """The lines that the run logs about its devices. The CPU is pretended to have no kernels for bfloat16."""
+    torch.ops.mkldnn._is_mkldnn_bf16_supported = lambda: False
+    torch.backends.mkldnn.is_available = lambda: True
+    handler = logging.handlers.BufferingHandler(capacity=100)
+    logger = logging.getLogger("arpo")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    ranks.log_devices(dtypes)
+    return [record.getMessage() for record in handler.buffer]
+
+
+def test_the_second_line_of_a_run_has_the_flags_that_make_a_slow_cpu_fast():
     options = {"model.compute_dtype": "bfloat16", "engine.dtype": "bfloat16"}
-    said = devices.slow_bfloat16(options)
-    if "avx512bw" in CPU:
-        assert said == ""
-    else:
-        assert said.endswith("pass --model.compute_dtype float32 --engine.dtype float32")
-        said = devices.slow_bfloat16(options | {"engine.dtype": "float32"})
-        assert said.endswith("pass --model.compute_dtype float32")
-    assert devices.slow_bfloat16(dict.fromkeys(options, "float32")) == ""
+    [[_, both]] = run_ranks(1, lines_on_a_slow_cpu, options)
+    assert both.endswith("tens of times slower than float32; pass --model.compute_dtype float32 --engine.dtype float32")
+    [[_, one]] = run_ranks(1, lines_on_a_slow_cpu, options | {"engine.dtype": "float32"})
+    assert one.endswith("pass --model.compute_dtype float32")
+    [[_]] = run_ranks(1, lines_on_a_slow_cpu, dict.fromkeys(options, "float32"))
 
 
 SECOND_BLOCK = """
