@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 from collections import Counter
 
 import numpy as np
@@ -21,10 +20,12 @@ from extras.ablation import positions as control
 from extras.ablation.frontier import best_setting, following
 from extras.ablation.frontier_report import (
     by_setting,
+    comparison,
     has_collapsed,
     interval,
     rank_test,
     ratios,
+    settings_tried,
     strongest_rival,
     write_report,
 )
@@ -194,7 +195,7 @@ def results(name: str) -> list[dict]:
 
 
 def compared(section: str) -> list[dict]:
-    """The runs of a table of docs/branching.md: of a world, or those with an anchor and their rivals."""
+    """The runs of a table of benchmarks/ablation/frontier.md: of a world, or those with an anchor and their rivals."""
     if section != "anchored":
         return [line for line in results("frontier") if (line["world"], line["stage"]) == (section, 2)]
     rivals = ("grpo", "grpo_decay", "top_h_mixed_decay")
@@ -202,35 +203,30 @@ def compared(section: str) -> list[dict]:
     return [*fresh, *results("anchored")]
 
 
+def on_page(*pages: str) -> str:
+    """The text of pages, on one line."""
+    return " ".join(word for page in pages for word in (ROOT / page).read_text().split())
+
+
+RECORD = "benchmarks/ablation/frontier.md"
+
+
 @pytest.mark.parametrize(
     ("section", "heading"),
     [
-        ("signal", "### Limited by signal"),
-        ("anchored", "### With an anchor"),
-        ("steps", "### Limited by steps"),
-        ("unready", "### Where success is rare"),
-        ("silent", "### Silent"),
+        ("signal", "A step is mostly noise"),
+        ("anchored", "With an anchor"),
+        ("steps", "A step is mostly signal"),
+        ("unready", "Success is rare at first"),
+        ("silent", "A wrong way does not end the trail"),
     ],
 )
-def test_the_tables_of_the_docs_are_those_of_the_results(section, heading):
+def test_the_tables_of_the_record_are_those_of_the_results(section, heading):
     runs = by_setting(compared(section))
-    reference = runs[strongest_rival(runs)]
-    table = (ROOT / "docs/branching.md").read_text().partition(heading)[2].partition("\n###")[0]
-    shown = {}
-    for cells in (row.split(" | ") for row in table.splitlines() if "_g" in row and row.startswith("| ")):
-        name = re.search(r"\w+_g\d\w*_x\d", cells[0])[0]
-        shown[name] = [cell.strip(" |") for cell in cells[1:]]
-    for setting, of_setting in runs.items():
-        known = [calls for line in of_setting.values() if (calls := cost(line))]
-        accuracies = [line["curve"]["trail"][-1] for line in of_setting.values()]
-        assert shown.pop(setting.name) == [
-            f"{len(of_setting) - len(known)} of {len(of_setting)}",
-            f"{np.mean(known):,.0f}",
-            *(interval(ratios(of_setting, reference, what)) or "1" for what in ("calls", "tokens", "steps")),
-            f"{np.mean(accuracies):.2f}, {min(accuracies):.2f}",
-            str(sum(map(has_collapsed, of_setting.values()))),
-        ], setting.name
-    assert not shown
+    tried = by_setting([line for line in results("frontier") if (line["world"], line["stage"]) == (section, 1)])
+    text = (ROOT / RECORD).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    expected = comparison(runs, strongest_rival(runs)) + (settings_tried(tried) if tried else [])
+    assert [line for line in text.splitlines() if line.startswith("|")] == expected
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/branching.md"])
@@ -312,7 +308,7 @@ ONE_FORK = "top_h_anchored_g2_r1_x1"
 )
 def test_what_the_page_says_of_a_world_is_in_the_results(section, ours, theirs, text):
     runs = {setting.name: of_setting for setting, of_setting in by_setting(compared(section)).items()}
-    page = " ".join((ROOT / "docs/branching.md").read_text().split())
+    page = on_page("docs/branching.md", RECORD)
     assert text.format(interval(ratios(runs[ours], runs[theirs], "calls"))) in page
 
 
@@ -329,7 +325,7 @@ def test_what_the_page_says_of_the_anchor_is_in_the_results():
     largest = [np.nanmax(late) for _, late in halves]
     clip_alone = [line for line in results("tried") if line["flags"].endswith("linear --optim.max_grad_norm 0.1")]
     assert sum(cost(line) is None for line in clip_alone) == 1 and len(clip_alone) == 6
-    page = " ".join((ROOT / "docs/branching.md").read_text().split())
+    page = on_page("docs/branching.md", RECORD)
     for text in (
         f"{interval(ratios(ours, runs['top_h_mixed_decay_g8_r2_x1'], 'calls'))} of those without it",
         f"{interval(ratios(ours, runs['grpo_anchored_g4_x1'], 'calls'))} of the calls of anchored groups of four",
@@ -343,7 +339,7 @@ def test_what_the_page_says_of_the_anchor_is_in_the_results():
     ):
         assert text in page, text
     random_forks = interval(ratios(runs["random_anchored_g4_r1_x1"], runs["grpo_anchored_g2_x1"], "calls"))
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = on_page("README.md")
     assert f"with the same anchor, take {random_forks} (eight seeds)" in readme
     steps = {setting.name: of_setting for setting, of_setting in by_setting(compared("steps")).items()}
     by_chance, by_entropy = (
@@ -359,11 +355,11 @@ def test_what_is_said_of_one_fork_in_the_silent_world_holds_against_repeats_on_i
     assert [sum(cost(line) is None for line in of.values()) for of in (one_fork, repeats)] == [0, 1]
     calls = interval(ratios(one_fork, repeats, "calls"))
     p = f"ranks: p = {rank_test(one_fork, repeats):.3f})"
-    page = " ".join((ROOT / "docs/branching.md").read_text().split())
+    page = on_page("docs/branching.md", RECORD)
     assert (
         f"with the anchor, take {calls} of the calls of GRPO with two** on the same machine (eight seeds, {p}" in page
     )
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = on_page("README.md")
     assert f"one root and one fork take {calls} (eight seeds, none fails; {p}" in readme
 
 
