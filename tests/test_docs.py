@@ -44,15 +44,32 @@ PAGES = [
     *ROOT.glob("benchmarks/*/*.md"),
     ROOT / "extras/README.md",
 ]
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.S | re.M)
+
+
+def anchors(page: Path) -> set[str]:
+    """The names under which GitHub's links find the places of a page."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M), re.M)
+    named = {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-").lower() for heading in headings}
+    return named | set(re.findall(r'<a id="([^"]+)">', page.read_text()))
+
+
 INVENTED = {"tests/test_NAME.py", "arpo/NAME.py", "section.field"}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_options_that_a_page_names_are_there(path):
     text = path.read_text()
-    links = [link.partition("#")[0] for link in re.findall(r"\w\]\(([^)\s]+)\)", text) if "://" not in link]
-    for link in filter(None, links):
-        assert (path.parent / link).exists(), link
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if "://" not in link:
+            name, _, anchor = link.partition("#")
+            target = path.parent / name if name else path
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
     folders = "configs|scripts|benchmarks|tests|arpo|extras"
     for name in re.findall(rf"\b(?:{folders})/[\w./]+\.(?:yaml|py|sh|md|png)\b", text):
         assert (ROOT / name).exists() or name in INVENTED, name
