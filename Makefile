@@ -118,7 +118,7 @@ $(PROGRAMS):
 WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc); echo $$((n < 4 ? n : 4)))
 
 # A file's tests stay together, for they share real engines and runs; conftest.py puts the longest files first.
-PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 5
 
 test: setup $(PROGRAMS)  # the fast tier, minutes: before every commit
 	$(PYTEST) -m "not slow"
