@@ -145,7 +145,9 @@ def tool_class(name: str) -> type[Tool] | FunctionTool:
     """Return the class of a tool; for a function, the tool itself. Raises UserError for an unknown name."""
     if is_own(name):
         found = find("tools.names", name, {})
-        if inspect.isfunction(found):
+        if isinstance(found, FunctionTool):
+            return found
+        if inspect.isroutine(found):  # a method, or a function behind functools.cache, too
             return FunctionTool(found)
         if is_set(found):
             return found

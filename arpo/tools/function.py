@@ -50,6 +50,8 @@ class FunctionTool(Tool):
                     call = partial(self._function, **arguments)
                     is_async = inspect.iscoroutinefunction(self._function)
                     value = await (call() if is_async else on_thread(f"arpo-{self.tag}", call))
+                    if inspect.isawaitable(value):  # of a coroutine function behind a plain decorator
+                        value = await value
                     return ToolResult(_text_of(value), ok=True)
             except UserError:
                 raise

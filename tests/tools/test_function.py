@@ -1,13 +1,17 @@
 """A typed function as a tool: what it returns or raises is text for the model, within its deadline."""
 
 import asyncio
+import functools
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
+from arpo.tools import make_tools
 from arpo.tools.base import ToolResult
 from arpo.tools.function import FunctionTool
 
@@ -31,6 +35,11 @@ async def shout(text: str) -> str:
     """Shout."""
     await asyncio.sleep(0)
     return text.upper()
+
+
+@functools.wraps(shout)
+def wrapped(*args, **kwargs):
+    return shout(*args, **kwargs)
 
 
 def give(value: object):
@@ -90,6 +99,7 @@ async def sleep_awaiting():
         ),
         (shapes, '{"sides": [], "n": null, "by_name": {}}', "[[], None, {}]"),
         (shout, "hi", "HI"),
+        (wrapped, "hi", "HI"),  # strands-agents/harness-sdk #4410: the model read "<coroutine object ...>"
         (in_thread, "{}", "true"),
         (give(None), "{}", "(no output)"),
         (give({"ü": [1, None]}), "{}", '{"ü": [1, null]}'),
@@ -122,6 +132,33 @@ def test_a_failure_is_an_error_that_the_model_reads(function, argument, kind, te
     result = run(function, argument, deadline_s=0.05 if kind == "timeout" else 60.0)
     assert result.text.startswith(text)
     assert (result.ok, result.error_kind, result.infra_error) == (False, kind, False)
+
+
+@pytest.mark.parametrize(
+    ("line", "deadline_s"),
+    [
+        ("tool = FunctionTool(age, deadline_s=5)", 5),  # as in docs/extending.md
+        ("tool = functools.cache(age)", 30),
+        ("tool = Ages().age", 30),
+    ],
+)
+def test_a_name_may_stand_for_a_function_tool_a_method_or_a_wrapped_function(tmp_path, monkeypatch, line, deadline_s):
+    monkeypatch.chdir(tmp_path)
+    Path("my_age.py").write_text(
+        "import functools\n"
+        "from arpo.tools.function import FunctionTool\n"
+        "def age(born: int) -> int:\n"
+        '    """Tell the age."""\n'
+        "    return 2000 - born\n"
+        "class Ages:\n"
+        "    def age(self, born: int) -> int:\n"
+        '        """Tell the age."""\n'
+        "        return age(born)\n"
+        f"{line}\n"
+    )
+    [tool] = make_tools(ToolsConfig(names=("my_age.py:tool",))).values()
+    assert (tool.tag, tool.deadline_s) == ("age", deadline_s)
+    assert asyncio.run(tool.run('{"born": 1950}')) == ToolResult("50", ok=True)
 
 
 def test_only_an_error_of_the_user_ends_the_run():
