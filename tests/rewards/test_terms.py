@@ -185,6 +185,12 @@ def of_text(data_source, solution_str, ground_truth, extra_info=None):
 async def of_text_async(data_source, solution_str, ground_truth, extra_info):
     return float(ground_truth in solution_str)
 
+def reordered(solution_str, ground_truth, data_source, extra_info):
+    return float(ground_truth in solution_str) + 2 * (data_source == "hotpotqa")
+
+async def of_some(solution_str, ground_truth, **others):
+    return float(ground_truth in solution_str) + len(others)
+
 class Judge:
     async def __call__(self, trajectory, prompt):
         return await single(trajectory, prompt)
@@ -212,6 +218,8 @@ def rewards_of(custom: CustomReward, group: Group | None = None, *, only_new: bo
         ("batched_async", [0.0, 1.0], {"tokens": 5.0}),
         ("of_text", [4.0, 3.0], {"hit": 1.0}),
         ("of_text_async", [1.0, 0.0], {}),
+        ("reordered", [3.0, 2.0], {}),  # verl #3374: names decide, as in verl. By their places it was 0 for all
+        ("of_some", [3.0, 2.0], {}),
         ("an_object", [5.0, 6.0], {}),
     ],
 )
@@ -336,6 +344,7 @@ NO_NUMBER = r"r\.py: f: prompt q-0, trajectory 0: the returned score is None; it
          r"f takes \(a, b\); .* or \(trajectory, prompt\) or \(trajectories, prompts\)"),
         ("def f(solution, truth): return 1.0", r"f takes \(solution, truth\); it must take \(data_source, "),
         ("def f(): return 1.0", r"f takes \(nothing\); it must take"),
+        ("def f(solution_str, data_source, truth, e): return 1.0", r"f takes \(solution_str, data_source, truth, "),
         ("def f(completions, **options): return [1.0]", r"f takes \(completions, options\); it must take"),
         ("def f(a, b, c, d, e): return 1.0", r"f takes \(a, b, c, d, e\); it must take"),
         ("def f(trajectory, prompts): return 1.0", r"f takes \(trajectory, prompts\); .* or \(trajectory, prompt\) or"),
