@@ -29,6 +29,8 @@ LABEL_FIELD = "label"
 """slime's answer, if it is text. KTO's label is true or false, and a class label is a number: these are no answers."""
 ALIAS_FIELDS = ("answer_aliases", "aliases")
 """Further accepted answers beside the answer, in rows of MuSiQue and TriviaQA."""
+MEDIA_FIELDS = ("images", "image", "videos", "audios")
+CHOICE_FIELDS = ("choices", "options")
 MAX_BAD_ROWS = 3
 MAX_BAD_SHARE = 0.01
 """A file is refused if more of its rows are bad than both limits allow."""
@@ -75,6 +77,7 @@ def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Pro
     """Return (prompt, True if its text was repaired) for a row of any schema. Raises BadRow."""
     rest = _bare_question(dict(row))
     messages = _messages(_take(rest, QUESTION_FIELDS, "question"))
+    _check_all_is_asked(rest, messages[-1]["content"])
     reward_model = rest.pop("reward_model", None)
     has_truth = isinstance(reward_model, dict) and "ground_truth" in reward_model
     if has_truth or (reward_model and not rest.keys() & {*ANSWER_FIELDS}):
@@ -103,6 +106,18 @@ def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Pro
         meta={name: _plain(value) for name, value in rest.items() if value is not None},
     )
     return prompt, is_damaged
+
+
+def _check_all_is_asked(row: dict, question: str) -> None:
+    """Raise BadRow for pictures, and for choices that the question does not show: nobody could answer it."""
+    for field in MEDIA_FIELDS:
+        if row.get(field):
+            raise BadRow(f"the row has {field}, but the model reads only text; drop the row, or the field")
+    for field in CHOICE_FIELDS:
+        choices = row.get(field)
+        choices = [*choices.values()] if isinstance(choices, dict) else choices
+        if isinstance(choices, list) and choices and not any(str(choice) in question for choice in choices):
+            raise BadRow(f"the question does not show the row's {field}; write them into it, or drop the field")
 
 
 def _ground_truth(reward_model: object) -> object:
