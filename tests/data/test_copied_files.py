@@ -99,7 +99,7 @@ def test_verl_s_copy_of_search_r1_loads_from_parquet_without_its_prompt_and_its_
         ({"prompt": [{"role": ["user"], "content": "A"}], "answer": "1"}, "is unknown"),
         # mtkresearch/MR-Models #15: the answer is a letter, and the question has no choices
         ({"question": "Which?", "choices": ["red", "blue"], "answer": "B"}, "does not show the row's choices; write"),
-        ({"question": "Which?", "options": {"A": "red", "B": "blue"}, "answer": "B"}, "does not show the row's options"),
+        ({"question": "Which?", "options": {"A": "red", "B": "blue"}, "answer": "B"}, "not show the row's options"),
         ({"question": "<image> What is it?", "images": ["a.png"], "answer": "1"}, "the row has images, but the model"),
     ],
 )  # fmt: skip
