@@ -202,7 +202,7 @@ def check_loaded(prompts: Iterable[Prompt], loaded: Sequence[str], file: str) ->
             if name not in loaded:
                 close = difflib.get_close_matches(name, loaded, n=1)
                 fix = f"did the row mean {close[0]!r}?" if close else "add it there, or take it out of the row"
-                has = f"{prompt.prompt_id} offers the tool {name!r}, and tools.names has {', '.join(loaded)}"
+                has = f"{prompt.prompt_id} offers the tool {name!r}, and tools.names has {', '.join(loaded) or 'none'}"
                 raise UserError(f"{file}: {has}; {fix}")
 
 
