@@ -23,11 +23,12 @@ from typing import Any, get_type_hints
 from arpo.config.flags import parse
 from arpo.config.keys import check_known, field_names
 from arpo.config.named import find, is_own
+from arpo.config.returned import call_custom, checked_instance
 from arpo.config.sections import ProtocolConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
 from arpo.protocol import Codec, form_of
-from arpo.protocol.prompts import default_system_prompt, json_system_prompt
+from arpo.protocol.prompts import About, default_system_prompt, json_system_prompt
 from arpo.protocol.schema import ToolSchema, text_schema
 from arpo.protocol.tags import reserved_tags
 from arpo.tools.base import Tool
@@ -67,16 +68,18 @@ def _make_tool(name: str, cfg: ToolsConfig) -> Tool | ToolSet:
     if isinstance(made, FunctionTool):
         return made
     section = own_options(name, cfg) if is_own(name) else getattr(cfg, name, None)
-    return made() if section is None else made(section)
+    settings = () if section is None else (section,)
+    return call_custom(f"tools.names={name}", made, *settings) if is_own(name) else made(*settings)
 
 
 def own_options(name: str, cfg: ToolsConfig) -> Any | None:
     """Return the settings of a tool from a file; None for a tool without settings. Raises UserError."""
     made = tool_class(name)
     given = cfg.options_by_tool.get(name, {})
-    hints = {} if isinstance(made, FunctionTool) else get_type_hints(made.__init__)
-    kind = next(iter(hints.values()), None)
     where = f"tools.options: {name}"
+    is_function = isinstance(made, FunctionTool)
+    hints = {} if is_function else call_custom(f"{where}: reading its types", get_type_hints, made.__init__)
+    kind = next(iter(hints.values()), None)
     if not is_dataclass(kind):
         if given:
             raise UserError(f"{where} takes no options (its constructor has no parameter whose type is a dataclass)")
@@ -154,6 +157,10 @@ def tool_class(name: str) -> type[Tool] | FunctionTool:
         if not (inspect.isclass(found) and hasattr(found, "tag") and hasattr(found, "run")):
             raise UserError(f"tools.names={name} is no tool: a class with tag and run, or a function with types")
         made = with_defaults(found)
+        for attribute, kind in (("tag", str), ("schema", ToolSchema), ("about", About)):
+            value = getattr(made, attribute)
+            if value is not None:
+                checked_instance(value, f"tools.names={name}: its {attribute}", kind)
         if hasattr(made, "open") and not made.make_sessions:
             raise UserError(f"tools.names={name} has `open`: derive it from SessionTool (docs/extending.md)")
         if not inspect.iscoroutinefunction(made.run):
