@@ -140,7 +140,10 @@ def find(option: str, value: str, ours: Mapping[str, T]) -> T:
     try:
         module = _imported(path)
     except (Exception, SystemExit) as error:
-        raise UserError(f"{option}={value}: cannot be imported ({brief(error)})") from error
+        neighbour = str(getattr(error, "name", None)).partition(".")[0]  # of an ImportError
+        has_neighbour = any(path.parent.joinpath(name).exists() for name in (neighbour, f"{neighbour}.py"))
+        fix = f"; to import files beside it, set PYTHONPATH={path.parent}" if has_neighbour else ""
+        raise UserError(f"{option}={value}: cannot be imported ({brief(error)}){fix}") from error
     if not hasattr(module, name):
         raise UserError(f"{option}={value}: {file} does not define {name!r}")
     return getattr(module, name)
