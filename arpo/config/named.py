@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TypeVar
 
 from arpo.config.bounded import read_file
-from arpo.errors import UserError
+from arpo.errors import UserError, innermost
 
 MAX_SOURCE_BYTES = 16 << 20
 PACKAGE = Path(__file__).parent.parent
@@ -161,6 +161,7 @@ def _imported(path: Path) -> ModuleType:
 
 def brief(error: BaseException) -> str:
     """Return class and text of an error in one line, and the line of the user's file that raised it."""
+    error = innermost(error)
     text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     origin = ""
     for frame, line in traceback.walk_tb(error.__traceback__):

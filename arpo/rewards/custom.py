@@ -20,7 +20,7 @@ from typing import Any, Literal
 from arpo.config.exits import watched
 from arpo.config.named import brief, find
 from arpo.config.returned import checked_number, whole_text
-from arpo.errors import Outage, UserError
+from arpo.errors import Outage, UserError, innermost
 from arpo.protocol import Codec
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
@@ -211,7 +211,7 @@ def _errors_named(custom: CustomReward, where: str) -> Iterator[None]:
         with watched(f"{custom.place} on {where}"):
             yield
     except (Exception, SystemExit) as error:
-        kind = Outage if isinstance(error, Outage) else UserError
+        kind = Outage if isinstance(innermost(error), Outage) else UserError
         raise kind(f"{custom.place} failed on {where} ({brief(error)})") from error
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from arpo.errors import UserError
+from arpo.errors import UserError, innermost
 from arpo.protocol.function_schema import schema_of
 from arpo.protocol.schema import arguments_of, with_integers
 from arpo.tools.interface import Tool, ToolResult, plain_value
@@ -53,9 +53,10 @@ class FunctionTool(Tool):
                     if inspect.isawaitable(value):  # of a coroutine function behind a plain decorator
                         value = await value
                     return ToolResult(_text_of(value), ok=True)
-            except UserError:
-                raise
-            except Exception as error:
+            except Exception as raised:
+                error = innermost(raised)
+                if isinstance(error, UserError):
+                    raise error from None
                 if deadline.expired():
                     text = f"Error: {self.tag} gave no answer within {self.deadline_s:g} s."
                     return ToolResult(text, ok=False, error_kind="timeout")

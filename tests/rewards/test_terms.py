@@ -321,6 +321,11 @@ def test_an_object_hears_of_a_group_before_it_scores_it(own):
 
 # ---- functions that fail
 
+IN_A_GROUP = """import asyncio
+async def fail(): raise KeyError('x')
+async def f(trajectory, prompt):
+    async with asyncio.TaskGroup() as group: group.create_task(fail())
+"""
 NO_NUMBER = r"r\.py: f: prompt q-0, trajectory 0: the returned score is None; it must be a number"
 
 
@@ -331,6 +336,8 @@ NO_NUMBER = r"r\.py: f: prompt q-0, trajectory 0: the returned score is None; it
         ("def f(d, s, g, e): raise SystemExit(3)", r"r\.py: f failed on prompt q-0, trajectory 0 \(SystemExit: 3"),
         ("async def f(d, s, g, e): exit(3)", r"r\.py: f failed on prompt q-0, trajectory . \(SystemExit: 3"),
         ("async def f(trajectory, prompt): raise KeyError('x')", r"f failed on prompt q-0, trajectory 0 \(KeyError"),
+        # epam/statgpt-backend #453: the text of a group of errors was given as the reason
+        (IN_A_GROUP, r"f failed on prompt q-0, trajectory . \(KeyError: 'x', in line 2 of r\.py\)"),
         ("def f(trajectories, prompts): raise KeyError('x')", r"r\.py: f failed on 2 samples from prompt q-0"),
         ("async def f(trajectories, prompts): return 1.0", r"f failed on 2 samples .*TypeError"),
         ("def f(d, s, g, e): return None", NO_NUMBER),

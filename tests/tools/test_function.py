@@ -72,6 +72,18 @@ def in_thread() -> bool:
     return threading.current_thread() is not threading.main_thread()
 
 
+async def in_a_group(age: int):
+    """Fail in a task."""
+
+    async def fail():
+        if age == 0:
+            raise UserError("the licence has expired; renew it")
+        raise ValueError(f"no age {age}")
+
+    async with asyncio.TaskGroup() as outer:
+        outer.create_task(fail())
+
+
 def first(rows: list[int]) -> int:
     """Return the first row above 0."""
     return next(row for row in rows if row > 0)
@@ -122,6 +134,8 @@ def test_what_a_function_returns_is_the_result(function, argument, text):
     [
         (divide, '{"a": 1, "b": 0}', "error", "ZeroDivisionError: "),
         (first, '{"rows": [-1]}', "error", "RuntimeError: the function raised StopIteration"),
+        # griptape #2027: the model read "unhandled errors in a TaskGroup (1 sub-exception)"
+        (in_a_group, '{"age": 3}', "error", "ValueError: no age 3"),
         (divide, '{"b": 1}', "bad_arguments", 'Error: divide needs the argument "a"'),
         (sleep, "{}", "timeout", "Error: sleep gave no answer within 0.05 s."),
         (sleep_awaiting, "{}", "timeout", "Error: sleep_awaiting gave no answer within 0.05 s."),
@@ -162,8 +176,9 @@ def test_a_name_may_stand_for_a_function_tool_a_method_or_a_wrapped_function(tmp
 
 
 def test_only_an_error_of_the_user_ends_the_run():
-    with pytest.raises(UserError, match="renew it"):
-        run(stop, "{}")
+    for function, argument in ((stop, "{}"), (in_a_group, '{"age": 0}')):
+        with pytest.raises(UserError, match="renew it"):
+            run(function, argument)
 
 
 @pytest.mark.parametrize("function", [yields, streams])
