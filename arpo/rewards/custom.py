@@ -182,7 +182,12 @@ def _call(custom: CustomReward, calls: list[tuple[str, tuple | dict]]) -> list:
         async def call_one(sample: str, arguments: tuple | dict) -> object:
             async with slots:
                 with _errors_named(custom, sample):
-                    return await call(arguments)
+                    try:
+                        return await call(arguments)
+                    except asyncio.CancelledError:
+                        if asyncio.current_task().cancelling():  # since another response failed
+                            raise
+                        raise RuntimeError("a CancelledError, which a library raised") from None
 
         try:
             async with asyncio.TaskGroup() as group:

@@ -336,6 +336,9 @@ NO_NUMBER = r"r\.py: f: prompt q-0, trajectory 0: the returned score is None; it
         ("def f(d, s, g, e): raise SystemExit(3)", r"r\.py: f failed on prompt q-0, trajectory 0 \(SystemExit: 3"),
         ("async def f(d, s, g, e): exit(3)", r"r\.py: f failed on prompt q-0, trajectory . \(SystemExit: 3"),
         ("async def f(trajectory, prompt): raise KeyError('x')", r"f failed on prompt q-0, trajectory 0 \(KeyError"),
+        # awslabs/agentcore-rl-toolkit PR 25
+        ("import asyncio\nasync def f(trajectory, prompt): raise asyncio.CancelledError",
+         r"f failed on prompt q-0, trajectory . \(RuntimeError: a CancelledError, which a library raised"),
         # epam/statgpt-backend #453: the text of a group of errors was given as the reason
         (IN_A_GROUP, r"f failed on prompt q-0, trajectory . \(KeyError: 'x', in line 2 of r\.py\)"),
         ("def f(trajectories, prompts): raise KeyError('x')", r"r\.py: f failed on 2 samples from prompt q-0"),
