@@ -23,7 +23,7 @@ from typing import Any, get_type_hints
 from arpo.config.flags import parse
 from arpo.config.keys import check_known, field_names
 from arpo.config.named import find, is_own
-from arpo.config.returned import call_custom, checked_instance
+from arpo.config.returned import call_custom, checked_instance, checked_number
 from arpo.config.sections import ProtocolConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
@@ -120,8 +120,13 @@ def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
 
 
 def take_counts(tools: Mapping[str, Tool]) -> Counter[str]:
-    """Return the sums of the tools' counts since the last call of `take_counts`, by name."""
-    return sum((Counter(tool.take_counts()) for tool in tools.values()), Counter())
+    """Return the sums of the tools' counts since the last call of `take_counts`, by name. Raises UserError."""
+    totals: Counter[str] = Counter()
+    for tag, tool in tools.items():
+        method = f"the {tag} tool: take_counts"
+        counts = checked_instance(call_custom(method, tool.take_counts), f"{method}: the returned value", Mapping)
+        totals.update({str(name): checked_number(count, f"{method}: {name!r}") for name, count in counts.items()})
+    return totals
 
 
 def prices(entries: Iterable[str], names: Sequence[str]) -> dict[str, float]:
