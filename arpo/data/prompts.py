@@ -18,7 +18,7 @@ from typing import Literal
 
 from arpo.data.rows import read_rows
 from arpo.errors import UserError
-from arpo.protocol.messages import BOX, DAMAGED_BOX, BadRow, as_list, parse_message
+from arpo.protocol.messages import BOX, DAMAGED_BOX, BadRow, as_list, json_of, parse_message
 from arpo.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,8 @@ def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Pro
     data_source = rest.pop("data_source", None) or default_source
     tools = rest.pop("tools", None)
     if isinstance(tools, str):
-        tools = [name.strip() for name in tools.split(",") if name.strip()]
+        is_json = tools.lstrip().startswith("[")
+        tools = json_of(tools, "tools are") if is_json else [name.strip() for name in tools.split(",") if name.strip()]
     if tools is not None and not (isinstance(tools, list) and all(isinstance(name, str) for name in tools)):
         raise BadRow(f"tools must be a list of tool names, not {tools!r}")
     is_damaged = any(DAMAGED_BOX in message["content"] for message in messages)

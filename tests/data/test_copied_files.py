@@ -73,6 +73,11 @@ def test_a_row_of_another_project_is_read_as_it_is_meant(row, question, answers)
     assert all(message["role"] in ("system", "user") for message in prompt.messages)
 
 
+@pytest.mark.parametrize("tools", [["python", "search"], "python, search", '["python", "search"]'])
+def test_names_of_tools_are_a_list_also_as_text(tools):
+    assert parsed({"prompt": ASKED, "answer": "1", "tools": tools}).tools == ("python", "search")
+
+
 def test_choices_that_the_question_shows_and_pictures_that_are_none_are_no_matter():
     asked = "Which? A) red B) blue"
     row = {"question": asked, "choices": ["red", "blue"], "options": [], "image": "", "images": None, "answer": "B"}
@@ -91,6 +96,9 @@ def test_verl_s_copy_of_search_r1_loads_from_parquet_without_its_prompt_and_its_
         ({"prompt": ASKED, "reward_model": {"ground_truth": {"answer": "x"}}}, "ground_truth must be text"),
         ({"prompt": ASKED, "reward_model": {"style": "rule"}}, "reward_model.ground_truth must be text"),
         ({"prompt": ASKED, "answer": "[]", "tools": 3}, "tools must be a list"),
+        # the functions of Salesforce/xlam-function-calling-60k
+        ({"query": "Q?", "answers": "[]", "tools": '[{"name": "live_giveaways"}]'}, "must be a list of tool names"),
+        ({"query": "Q?", "answers": "[]", "tools": '["python"'}, "tools are not valid JSON"),
         ({"prompt": ASKED, "answer": "['NYC' 'New York']"}, "is a list of Python's"),  # of pandas' to_csv
         ({"prompt": ASKED, "completion": "It is.", "label": True}, "has no answer"),  # KTO's label is no answer
         ({"prompt": ASKED, "label": 2}, "has no answer"),  # nor is the number of a class
