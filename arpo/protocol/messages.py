@@ -108,7 +108,8 @@ def parse_turns(row: dict, parse: Callable[[dict[str, Any]], list[dict[str, Any]
     """
     turns = as_list(row.get("conversations")) or as_list(row.get("messages"))
     if not isinstance(turns, list) or not turns:
-        raise BadRow("needs a list 'conversations' (ShareGPT) or 'messages' (OpenAI)")
+        forms = "'conversations' (ShareGPT) or 'messages' (OpenAI), or prompt and completion, or instruction and output"
+        raise BadRow(f"needs a list {forms}; has {', '.join(map(str, row)) or 'nothing'}")
     check_row_fields(row)
     turns = [parse_message_object(turn) for turn in turns]
     is_sharegpt = isinstance(turns[0], dict) and "from" in turns[0]
