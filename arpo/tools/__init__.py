@@ -153,8 +153,8 @@ def tool_class(name: str) -> type[Tool] | FunctionTool:
     """Return the class of a tool; for a function, the tool itself. Raises UserError for an unknown name."""
     if is_own(name):
         found = find("tools.names", name, {})
-        if isinstance(found, FunctionTool):
-            return found
+        if isinstance(found, FunctionTool):  # a new one for each run, since its semaphore belongs to a loop
+            return FunctionTool(found.function, deadline_s=found.deadline_s)
         if inspect.isroutine(found):  # a method, or a function behind functools.cache, too
             return FunctionTool(found)
         if is_set(found):

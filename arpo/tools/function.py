@@ -34,7 +34,7 @@ class FunctionTool(Tool):
         self.schema = schema_of(function)
         self.tag = self.schema.name
         self.deadline_s = deadline_s
-        self._function = function
+        self.function = function
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def run(self, argument: str) -> ToolResult:
@@ -47,8 +47,8 @@ class FunctionTool(Tool):
             deadline = asyncio.timeout(self.deadline_s)
             try:
                 async with deadline:
-                    call = partial(self._function, **arguments)
-                    is_async = inspect.iscoroutinefunction(self._function)
+                    call = partial(self.function, **arguments)
+                    is_async = inspect.iscoroutinefunction(self.function)
                     value = await (call() if is_async else on_thread(f"arpo-{self.tag}", call))
                     if inspect.isawaitable(value):  # of a coroutine function behind a plain decorator
                         value = await value

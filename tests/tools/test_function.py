@@ -11,7 +11,7 @@ import pytest
 
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
-from arpo.tools import make_tools
+from arpo.tools import make_tools, tool_class
 from arpo.tools.base import ToolResult
 from arpo.tools.function import FunctionTool
 
@@ -173,6 +173,8 @@ def test_a_name_may_stand_for_a_function_tool_a_method_or_a_wrapped_function(tmp
     [tool] = make_tools(ToolsConfig(names=("my_age.py:tool",))).values()
     assert (tool.tag, tool.deadline_s) == ("age", deadline_s)
     assert asyncio.run(tool.run('{"born": 1950}')) == ToolResult("50", ok=True)
+    # its semaphore belongs to the loop of a run
+    assert tool_class("my_age.py:tool") is not tool
 
 
 def test_only_an_error_of_the_user_ends_the_run():
