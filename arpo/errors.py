@@ -44,6 +44,16 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
+def innermost(error: BaseException) -> BaseException:
+    """Return the first error in a group of errors, at any depth; any other error itself.
+
+    asyncio's and anyio's task groups raise groups, whose own text names no cause.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def require(ok: object, message: str) -> None:
     """Raise ValueError with this message unless `ok` holds. For the `__post_init__` of a config."""
     if not ok:

@@ -37,6 +37,10 @@ def keep(run: Path, data: Path, out: Path, low: float = 0.01, high: float = 0.99
         raise UserError(f"--out {out}: must be a .jsonl file, and not the data itself")
     cut_off = {(r.question_id, r.sample) for r in read_records(run) if r.benchmark == data.stem and r.has_failed}
     grades = [g for g in read_grades(grades_path(run, data.stem)) if (g.question_id, g.sample) not in cut_off]
+    # a custom reward without an accuracy: its column has the reward
+    if wrong := [grade.correct for grade in grades if not 0 <= grade.correct <= 1]:
+        why = f"a grade is {wrong[0]:g}, and no share of what is right"
+        raise UserError(f"{run}: {why}; let reward.file return accuracy too, and regrade the run (eval.regrade)")
     rates = {question: mean(correct) for question, correct in correct_by_question(grades).items()}
     digests = {grade.question_id: grade.question_digest for grade in grades}
     prompts = {prompt.prompt_id: prompt for prompt in load_prompts(data)}

@@ -244,6 +244,7 @@ def calculator(folder: Path, **options: object) -> list[str]:
     ("options", "words"),
     [
         ({"digit": 3}, "unknown key 'digit'; did you mean 'digits'"),
+        ({"size": 3}, "unknown key 'size'; there are digits$"),
         ({"digits": "many"}, "digits.*many"),
         ({"digits": 3.5}, "digits.*3.5"),
     ],
@@ -317,6 +318,53 @@ def test_a_tool_need_not_derive_from_the_base_class(tmp_path, name):
     other = {"Plain": "Renamed", "Several": "SeveralRenamed"}[name]
     with pytest.raises(UserError, match=f"{other} has the tag 'plain', but its schema is named 'other'; make them"):
         tool_schemas(ToolsConfig(names=(f"{tmp_path}/mine.py:{other}",)))
+
+
+FAULTY = """
+from arpo.tools.base import ToolResult
+
+class Tool:
+    tag = "tool"
+    async def run(self, argument):
+        return ToolResult(argument, ok=True)
+
+class NeedsMore(Tool):
+    def __init__(self, cfg): ...
+
+class Fails(Tool):
+    def __init__(self):
+        raise OSError("no licence")
+
+class Mistyped(Tool):
+    def __init__(self, cfg: "Absent"): ...
+
+class PropertyTag(Tool):
+    tag = property(lambda self: "tool")
+
+class DictSchema(Tool):
+    schema = {"name": "tool"}
+
+class TextAbout(Tool):
+    about = "a tool"
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NeedsMore", "failed (TypeError: NeedsMore.__init__() missing 1 required positional argument: 'cfg')"),
+        ("Fails", "failed (OSError: no licence, in line 14 of faulty.py)"),
+        ("Mistyped", "reading its types failed (NameError: name 'Absent' is not defined"),
+        ("PropertyTag", "its tag is <property object"),
+        ("DictSchema", "its schema is {'name': 'tool'} (dict); it must be a ToolSchema"),
+        ("TextAbout", "its about is 'a tool'; it must be a About"),
+    ],
+)
+def test_a_class_that_cannot_be_a_tool_is_one_line_with_its_name(tmp_path, name, words):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    with pytest.raises(UserError) as error:
+        make_tools(ToolsConfig(names=(f"{tmp_path}/faulty.py:{name}",)))
+    assert f"faulty.py:{name}" in str(error.value) and words in str(error.value) and "\n" not in str(error.value)
 
 
 T, A = "<think>t</think>", "<think>t</think><answer>\\boxed{4}</answer>"

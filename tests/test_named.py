@@ -3,6 +3,7 @@
 import importlib
 import io
 import os
+import re
 import sys
 from dataclasses import replace
 
@@ -179,6 +180,17 @@ def test_a_file_is_imported_once_and_files_of_one_name_do_not_clash(tmp_path):
     assert [(loss.folder, loss.made) for loss in found] == [("a", [1]), ("b", [1]), ("a", [1])]
     assert found[0] is found[2] and sys.modules[found[1].__module__].Loss is found[1]  # as pickle looks it up
     assert find("loss.kind", "ppo", losses.TOKEN_LOSSES) is losses.ppo and not is_own("ppo")
+
+
+def test_a_file_beside_it_is_found_where_pythonpath_says_so(tmp_path, monkeypatch):
+    """axolotl #2557: a reward that needs another file could not be loaded, and nothing said why."""
+    (tmp_path / "tells.py").write_text("from neighbour_of_tells import f")
+    (tmp_path / "neighbour_of_tells.py").write_text("def f(): return 3")
+    told = f"'neighbour_of_tells', in line 1 of tells.py); to import files beside it, set PYTHONPATH={tmp_path}"
+    with pytest.raises(UserError, match=re.escape(told)):
+        find("reward.file", f"{tmp_path}/tells.py:f", {})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find("reward.file", f"{tmp_path}/tells.py:f", {})() == 3
 
 
 def test_a_file_that_cannot_be_imported_is_said_before_a_model_is_loaded(tmp_path, tiny_model_dir, monkeypatch):

@@ -11,6 +11,8 @@ from arpo.errors import UserError
 
 Kind = Literal["section", "list", "value", "optional", "flag"]
 
+MAX_LISTED = 20
+"""Keys of a tool's options are in no --help, so they are listed. A command has more."""
 GONE = "gone (CHANGELOG.md says why); drop it"
 RENAMED = {
     "advantage.normalize_std": "advantage.normalize=none",
@@ -68,5 +70,6 @@ def check_known(key: str, known: dict[str, Kind], where: str) -> None:
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
         k for k in known if k.rsplit(".", 1)[-1] == leaf and known[k] != "section"
     ]
-    hint = f"did you mean {close[0]!r}?" if close else "see --help for all keys"
+    every = "see --help for all keys" if len(known) > MAX_LISTED else f"there are {', '.join(known)}"
+    hint = f"did you mean {close[0]!r}?" if close else every
     raise UserError(f"{where}: unknown key {key!r}; {hint}")

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TypeVar
 
 from arpo.config.bounded import read_file
-from arpo.errors import UserError
+from arpo.errors import UserError, innermost
 
 MAX_SOURCE_BYTES = 16 << 20
 PACKAGE = Path(__file__).parent.parent
@@ -140,7 +140,10 @@ def find(option: str, value: str, ours: Mapping[str, T]) -> T:
     try:
         module = _imported(path)
     except (Exception, SystemExit) as error:
-        raise UserError(f"{option}={value}: cannot be imported ({brief(error)})") from error
+        neighbour = str(getattr(error, "name", None)).partition(".")[0]  # of an ImportError
+        has_neighbour = any(path.parent.joinpath(name).exists() for name in (neighbour, f"{neighbour}.py"))
+        fix = f"; to import files beside it, set PYTHONPATH={path.parent}" if has_neighbour else ""
+        raise UserError(f"{option}={value}: cannot be imported ({brief(error)}){fix}") from error
     if not hasattr(module, name):
         raise UserError(f"{option}={value}: {file} does not define {name!r}")
     return getattr(module, name)
@@ -158,6 +161,7 @@ def _imported(path: Path) -> ModuleType:
 
 def brief(error: BaseException) -> str:
     """Return class and text of an error in one line, and the line of the user's file that raised it."""
+    error = innermost(error)
     text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     origin = ""
     for frame, line in traceback.walk_tb(error.__traceback__):

@@ -18,7 +18,7 @@ from typing import Literal
 
 from arpo.data.rows import read_rows
 from arpo.errors import UserError
-from arpo.protocol.messages import BOX, DAMAGED_BOX, BadRow, as_list, parse_message
+from arpo.protocol.messages import BOX, DAMAGED_BOX, BadRow, as_list, json_of, parse_message
 from arpo.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ LABEL_FIELD = "label"
 """slime's answer, if it is text. KTO's label is true or false, and a class label is a number: these are no answers."""
 ALIAS_FIELDS = ("answer_aliases", "aliases")
 """Further accepted answers beside the answer, in rows of MuSiQue and TriviaQA."""
+MEDIA_FIELDS = ("images", "image", "videos", "audios")
+CHOICE_FIELDS = ("choices", "options")
 MAX_BAD_ROWS = 3
 MAX_BAD_SHARE = 0.01
 """A file is refused if more of its rows are bad than both limits allow."""
@@ -75,6 +77,7 @@ def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Pro
     """Return (prompt, True if its text was repaired) for a row of any schema. Raises BadRow."""
     rest = _bare_question(dict(row))
     messages = _messages(_take(rest, QUESTION_FIELDS, "question"))
+    _check_all_is_asked(rest, messages[-1]["content"])
     reward_model = rest.pop("reward_model", None)
     has_truth = isinstance(reward_model, dict) and "ground_truth" in reward_model
     if has_truth or (reward_model and not rest.keys() & {*ANSWER_FIELDS}):
@@ -88,7 +91,8 @@ def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Pro
     data_source = rest.pop("data_source", None) or default_source
     tools = rest.pop("tools", None)
     if isinstance(tools, str):
-        tools = [name.strip() for name in tools.split(",") if name.strip()]
+        is_json = tools.lstrip().startswith("[")
+        tools = json_of(tools, "tools are") if is_json else [name.strip() for name in tools.split(",") if name.strip()]
     if tools is not None and not (isinstance(tools, list) and all(isinstance(name, str) for name in tools)):
         raise BadRow(f"tools must be a list of tool names, not {tools!r}")
     is_damaged = any(DAMAGED_BOX in message["content"] for message in messages)
@@ -103,6 +107,18 @@ def parse_prompt(row: dict, prompt_id: str, *, default_source: str) -> tuple[Pro
         meta={name: _plain(value) for name, value in rest.items() if value is not None},
     )
     return prompt, is_damaged
+
+
+def _check_all_is_asked(row: dict, question: str) -> None:
+    """Raise BadRow for pictures, and for choices that the question does not show: nobody could answer it."""
+    for field in MEDIA_FIELDS:
+        if row.get(field):
+            raise BadRow(f"the row has {field}, but the model reads only text; drop the row, or the field")
+    for field in CHOICE_FIELDS:
+        choices = row.get(field)
+        choices = [*choices.values()] if isinstance(choices, dict) else choices
+        if isinstance(choices, list) and choices and not any(str(choice) in question for choice in choices):
+            raise BadRow(f"the question does not show the row's {field}; write them into it, or drop the field")
 
 
 def _ground_truth(reward_model: object) -> object:

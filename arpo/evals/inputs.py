@@ -9,7 +9,7 @@ from arpo.data.model_folder import check_model_folder
 from arpo.errors import UserError
 from arpo.evals.benchmarks import read_benchmark, select
 from arpo.protocol import form_of
-from arpo.start.inputs import NUM_ROWS, check_questions
+from arpo.start.inputs import NUM_ROWS, check_questions, check_tool_names
 from arpo.start.run_folder import claim_folder
 
 
@@ -26,4 +26,5 @@ def check_evaluation(cfg: Any) -> None:
     for name, benchmark in select(cfg.eval.benchmarks, cfg.eval.data_dir)[0].items():
         read_benchmark(name, benchmark, cfg.eval.data_dir, max_questions=NUM_ROWS)
     check_questions(cfg.eval.files, cfg.tools)
+    check_tool_names(cfg)
     claim_folder(cfg.run.folder, cfg.SCRIPT)

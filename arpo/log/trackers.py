@@ -6,6 +6,7 @@ error before the model is loaded. A later failure gives a warning and turns the 
 
 from __future__ import annotations
 
+import inspect
 import math
 import shlex
 import threading
@@ -94,6 +95,16 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 # ---- all of a run's trackers
 
 
+def _complete(tracker: Tracker) -> Tracker:
+    """Return the tracker. Raises TypeError if it lacks a member, or has a coroutine, which nobody would await."""
+    for name in ("scalars", "text", "close", "where"):
+        if not hasattr(tracker, name):
+            raise TypeError(f"it has no {name!r}")
+        if inspect.iscoroutinefunction(getattr(tracker, name)):
+            raise TypeError(f"its {name!r} is a coroutine; write `def {name}`")
+    return tracker
+
+
 class Trackers:
     """The trackers of a run. If one raises, a warning is printed, the tracker is turned off, and the run goes on."""
 
@@ -102,7 +113,7 @@ class Trackers:
         self._running: dict[str, Tracker] = {}
         for name in names:
             try:
-                self._running[name] = find("run.trackers", name, TRACKERS)(run)
+                self._running[name] = _complete(find("run.trackers", name, TRACKERS)(run))
             except Exception as error:
                 self._warn(name, error)
 

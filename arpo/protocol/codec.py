@@ -219,7 +219,7 @@ class Codec(TextCodec, ABC):
         *,
         mask_results: bool = True,
         train_turns: Literal["all", "last"] = "all",
-        functions: list[dict] | None = None,
+        functions: list[dict] | list[str] | None = None,
     ) -> Rendered:
         """Encode an SFT conversation. The mask is 1 on the assistant's texts, calls and end tokens.
 
@@ -231,7 +231,7 @@ class Codec(TextCodec, ABC):
             `tool` follow in the order of the calls.
         mask_results: False trains on results too, as the released code does.
         train_turns: "last" trains only on the last assistant turn.
-        functions: the template's `tools=`, if it lists the tools.
+        functions: the template's `tools=`, if it lists the tools, or the names of loaded tools; None = all of these.
 
         If the generation prompt opens a <think>, the <think> at the start of the assistant's text is left out. Raises
         ValueError if this <think> is missing, and if the template rewrites earlier turns: then one row cannot hold all
@@ -255,7 +255,7 @@ class Codec(TextCodec, ABC):
 
     @abstractmethod
     def _prepare_for_template(
-        self, messages: list[dict[str, Any]], functions: list[dict] | None
+        self, messages: list[dict[str, Any]], functions: list[dict] | list[str] | None
     ) -> tuple[list[dict[str, Any]], list[dict] | None]:
         """Convert messages and functions of a file to the template's form."""
 
@@ -267,6 +267,9 @@ class Codec(TextCodec, ABC):
     def _assistant_text(self, message: dict[str, Any]) -> str:
         """Return the assistant's text as the file has it, without the <think> that the prompt has opened."""
         text = message["content"].strip() if self._trims else message["content"]
+        end = self.tokenizer.eos_token
+        if text.rstrip().endswith(end):  # as plain characters, which the model would learn to write
+            raise ValueError(f"an assistant's text ends with {end!r}, which ends every turn anyway; remove it")
         if message.get("tool_calls"):
             text = self._with_calls(text, message).replace(ESCAPE_MARK, "")
         if not self._opened:

@@ -16,6 +16,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from arpo.errors import UserError
 from arpo.protocol.schema import ToolSchema
 
+END_OF_DESCRIPTION = re.compile(r"\n\n|\n *(?:Args|Arguments|Returns|Raises): *(?=\n)")
+"""An empty line, or the head of a section directly behind the first paragraph."""
+FOREIGN_STYLE = re.compile(r"^ *(?::param\b|Parameters\n *-{3,})", re.MULTILINE)
+"""Descriptions of arguments in the style of Sphinx or NumPy, which would not be read."""
 _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
@@ -27,11 +31,17 @@ def schema_of(function: Callable[..., Any]) -> ToolSchema:
     arguments. Raises UserError if docstring or types are missing.
     """
     where = f"{function.__module__}.{function.__name__}"
-    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-    if not paragraphs[0]:
+    docstring = inspect.cleandoc(function.__doc__ or "")
+    description = END_OF_DESCRIPTION.split(docstring)[0]
+    if not description:
         raise UserError(f"{where}: a tool's function needs a docstring, for the model reads it; write what it does")
+    if foreign := FOREIGN_STYLE.search(docstring):
+        style = foreign[0].split()[0]
+        raise UserError(
+            f"{where}: the docstring describes arguments under {style}; write lines `name: text` under Args:"
+        )
     hints = get_type_hints(function)
-    descriptions = _argument_descriptions(function.__doc__)
+    descriptions = _argument_descriptions(docstring, where)
     properties: dict[str, Any] = {}
     required: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -52,7 +62,7 @@ def schema_of(function: Callable[..., Any]) -> ToolSchema:
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
     if required:
         parameters["required"] = required
-    return ToolSchema(function.__name__, " ".join(paragraphs[0].split()), parameters)
+    return ToolSchema(function.__name__, " ".join(description.split()), parameters)
 
 
 def _schema_of_type(hint: Any, where: str) -> dict[str, Any]:
@@ -80,14 +90,20 @@ def _schema_of_type(hint: Any, where: str) -> dict[str, Any]:
     )
 
 
-def _argument_descriptions(docstring: str | None) -> dict[str, str]:
+def _argument_descriptions(docstring: str, where: str) -> dict[str, str]:
     """Return the descriptions under `Args:` by argument. A line with deeper indentation continues the line above.
 
-    Lines may be empty. The section ends at the next line that is not indented deeper than `Args:`.
+    Lines may be empty. The section ends at the next line that is not indented deeper than `Args:`. Raises UserError for
+    another line than `name: text`.
     """
-    text = inspect.cleandoc(docstring or "")
-    section = re.search(r"^( *)(?:Args|Arguments): *\n((?:(?:\1 +\S.*)?\n)+)", text + "\n", re.MULTILINE)
+    section = re.search(r"^( *)(?:Args|Arguments): *\n((?:(?:\1 +\S.*)?\n)+)", docstring + "\n", re.MULTILINE)
     if section is None:
         return {}
-    entries = re.findall(r"^(\w+)(?: \(.*?\))?:(.*(?:\n(?: .*)?)*)", textwrap.dedent(section[2]), re.MULTILINE)
-    return {name: " ".join(entry.split()) for name, entry in entries}
+    descriptions = {}
+    for entry in re.findall(r"^\S.*(?:\n(?: .*)?)*", textwrap.dedent(section[2]), re.MULTILINE):
+        described = re.match(r"(\w+)(?: \(.*?\))?:", entry)
+        if described is None:
+            line = entry.splitlines()[0]
+            raise UserError(f"{where}: the docstring's Args have the line {line!r}; write `name: text`, or indent it")
+        descriptions[described[1]] = " ".join(entry[described.end() :].split())
+    return descriptions

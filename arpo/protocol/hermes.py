@@ -20,7 +20,7 @@ from typing import Any
 from arpo.protocol.calls import UNKNOWN, Call, name_of_call, read_call
 from arpo.protocol.form import Form
 from arpo.protocol.format_rules import FormatRules, Segments, has_unpaired_think, last_turn
-from arpo.protocol.messages import BadRow, Conversation, parse_call_object, parse_turns
+from arpo.protocol.messages import BadRow, Conversation, json_of, parse_call_object, parse_turns
 from arpo.protocol.schema import ToolSchema, read_json
 from arpo.protocol.template_codec import QUESTION, TemplateCodec
 
@@ -145,9 +145,9 @@ def names_in(text: str) -> list[str]:
 def parse_row(row: dict, names_of: Callable[[str], list[str]] = names_in) -> Conversation:
     """Parse an SFT conversation of any style. Calls stay in fields, or in blocks of text. Raises BadRow.
 
-    A row may have its functions in `tools` (in OpenAI's form or bare, as a list or as JSON of a list). Otherwise the
-    functions of data.tools are listed, unless the system message lists tools itself. names_of: returns the names of the
-    calls in a text.
+    A row may have functions in `tools` (in OpenAI's form or bare; the list or its entries may be JSON), or the names of
+    loaded tools. Otherwise the functions of data.tools are listed, unless the system message lists tools itself.
+    names_of: returns the names of the calls in a text.
     """
     messages: list[dict[str, Any]] = []
     call_names: list[str] = []  # of the newest turn with calls
@@ -163,8 +163,8 @@ def parse_row(row: dict, names_of: Callable[[str], list[str]] = names_in) -> Con
             result_ids = [result_id for [result_id] in ids_of_turns]
             turns = _in_call_order(turns, result_ids=result_ids, call_ids=call_ids, call_names=call_names)
         messages += turns
-    tools = row.get("tools")
-    return Conversation(messages, _functions(row.get("functions") if tools is None else tools))
+    listed = (row[name] for name in ("tools", "functions", "tool_defs") if row.get(name) is not None)
+    return Conversation(messages, _functions(next(listed, None)))
 
 
 def _in_call_order(
@@ -223,17 +223,26 @@ def _results(text: str) -> list[str]:
     return [block.partition(END)[0].strip("\n") for block in text.split(RESPONSE)[1:]]
 
 
-def _functions(tools: object) -> list[dict] | None:
+def _functions(tools: object) -> list[dict] | list[str] | None:
+    """Return a row's functions in OpenAI's form, or the names of loaded tools. Raises BadRow for anything else."""
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            return None  # a list of names, as in files of questions
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        is_json = tools.lstrip().startswith(("[", "{"))
+        names = [name.strip() for name in tools.split(",") if name.strip()]
+        tools = json_of(tools, "tools are") if is_json else names
+    if tools is None:
         return None
-    functions = [tool.get("function", tool) for tool in tools]
+    if not isinstance(tools, list):
+        raise BadRow(f"tools must be a list of functions, or of names of loaded tools, not {type(tools).__name__}")
+    if all(isinstance(tool, str) and not tool.lstrip().startswith("{") for tool in tools):
+        return tools
+    tools = [json_of(tool, "an entry of tools is") if isinstance(tool, str) else tool for tool in tools]
+    functions = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
     if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
         raise BadRow("an entry of tools has no name")
+    for function in functions:
+        for field in ("input_schema", "inputSchema"):  # of Anthropic, and of MCP
+            if field in function:
+                raise BadRow(f"the tool {function['name']!r} has {field!r}; call it 'parameters', as OpenAI does")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 

@@ -49,11 +49,11 @@ def check_row_fields(row: dict) -> None:
         if not is_empty(row.get(name)):
             raise BadRow(f"the row has {name}, but only text is trained; drop the row, or the field")
     options = row.get("chat_template_kwargs")
-    if isinstance(options, dict) and any(not is_empty(value) and value is not False for value in options.values()):
-        raise BadRow(
-            f"the row has chat_template_kwargs {str(options)[:60]}, which are not used; set model.enable_thinking, "
-            "and drop the field"
-        )
+    has_options = isinstance(options, dict) and any(not is_empty(v) and v is not False for v in options.values())
+    if has_options or row.get("enable_thinking"):  # the second is a column of verl's files
+        name = "chat_template_kwargs" if has_options else "enable_thinking"
+        shown = str(row[name])[:60]
+        raise BadRow(f"the row has {name} {shown}, which is not used; set model.enable_thinking, and drop the field")
     for name in ("weight", "loss_weight", "loss_mask", "trainable"):
         if name in row and row[name] is not None and row[name] != 1:
             fix = "rows have no weights: repeat it"

@@ -50,6 +50,8 @@ PART_KINDS = {
     "tool_call": "call",
 }
 """`type` of a part of a message (in OpenAI's, Anthropic's and LLaMA-Factory's files) -> its kind."""
+THOUGHT = re.compile(r"(?:\s*<think>.*?</think>\s*)?", re.DOTALL)
+"""A thought at the start of a text, with the blanks around it. Matches "" if there is none."""
 # The published RL files were written with "\boxed" in a Python string without r"": \b became a backspace character.
 DAMAGED_BOX = "\x08oxed"
 BOX = "\\boxed"
@@ -59,8 +61,8 @@ class Conversation(NamedTuple):
     """A conversation. Its messages may have `tool_calls`, [{"name", "arguments"}, ...]."""
 
     messages: list[dict[str, Any]]
-    functions: list[dict] | None
-    """The template's `tools=`; None = the loaded tools."""
+    functions: list[dict] | list[str] | None
+    """The template's `tools=`, or the names of loaded tools; None = all loaded tools."""
 
 
 def parse_message(value: object, role_key: str, text_key: str) -> dict[str, Any]:
@@ -88,10 +90,8 @@ def parse_message(value: object, role_key: str, text_key: str) -> dict[str, Any]
         raise BadRow(f"{text_key} of the {role} message must be text, not {type(text).__name__}")
     text = text or ""
     if value[role_key] in CALL_ROLES:
-        calls_in_text = _calls_in_text(text, str(value[role_key]))
-        if calls_in_text:
-            text = ""
-            calls = [*calls_in_text, *calls]
+        text, calls_in_text = _calls_in_text(text, str(value[role_key]))
+        calls = [*calls_in_text, *calls]
     if role == "assistant":
         text = with_thought(value, text)
     message = {"role": role, "content": text}
@@ -108,7 +108,8 @@ def parse_turns(row: dict, parse: Callable[[dict[str, Any]], list[dict[str, Any]
     """
     turns = as_list(row.get("conversations")) or as_list(row.get("messages"))
     if not isinstance(turns, list) or not turns:
-        raise BadRow("needs a list 'conversations' (ShareGPT) or 'messages' (OpenAI)")
+        forms = "'conversations' (ShareGPT) or 'messages' (OpenAI), or prompt and completion, or instruction and output"
+        raise BadRow(f"needs a list {forms}; has {', '.join(map(str, row)) or 'nothing'}")
     check_row_fields(row)
     turns = [parse_message_object(turn) for turn in turns]
     is_sharegpt = isinstance(turns[0], dict) and "from" in turns[0]
@@ -182,7 +183,9 @@ def _joined_parts(parts: list, text_key: str, role: str) -> tuple[str, list]:
         if part_text is None or (kind != "text" and role != "assistant"):
             raise BadRow(f"{text_key} of the {role} message has a part that is no text: {str(part)[:80]!r}")
         if kind == "call":
-            calls += _calls_in_text(part_text, "tool_call")
+            part_text, calls_in_part = _calls_in_text(part_text, "tool_call")
+            text += part_text
+            calls += calls_in_part
         elif calls:
             raise BadRow(f"{text_key} of the {role} message goes on behind a call, with which its turn ends")
         elif kind == "thought":
@@ -205,12 +208,14 @@ def _calls_in_fields(message: dict) -> list:
     return [*calls] if is_empty(old_call) else [*calls, old_call]
 
 
-def _calls_in_text(text: str, role: str) -> list:
-    """Return the calls of a message with a call role. Return [] if the calls are written in tags."""
-    if "<" in text and not text.lstrip().startswith(("{", "[")):
-        return []
-    calls = json_of(text, f"the text of a {role} is")
-    return calls if isinstance(calls, list) else [calls]
+def _calls_in_text(text: str, role: str) -> tuple[str, list]:
+    """Return the thought and the calls of a message with a call role. If the calls are in tags: (the text, [])."""
+    thought = THOUGHT.match(text)[0]
+    rest = text[len(thought) :]
+    if "<" in rest and not rest.lstrip().startswith(("{", "[")):
+        return text, []
+    calls = json_of(rest, f"the text of a {role} is")
+    return thought, calls if isinstance(calls, list) else [calls]
 
 
 def _join_call(message: dict[str, Any], call: dict[str, Any], *, is_call: bool) -> dict[str, Any]:

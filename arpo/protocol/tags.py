@@ -147,7 +147,7 @@ class TagsCodec(Codec):
     # -- conversations of SFT
 
     def _prepare_for_template(
-        self, messages: list[dict[str, Any]], functions: list[dict] | None
+        self, messages: list[dict[str, Any]], functions: list[dict] | list[str] | None
     ) -> tuple[list[dict[str, Any]], None]:
         return merge_tool_messages(messages, self.tools), None
 

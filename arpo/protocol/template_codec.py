@@ -183,19 +183,30 @@ class TemplateCodec(Codec):
     # -- conversations of SFT
 
     def _prepare_for_template(
-        self, messages: list[dict[str, Any]], functions: list[dict] | None
+        self, messages: list[dict[str, Any]], functions: list[dict] | list[str] | None
     ) -> tuple[list[dict[str, Any]], list[dict] | None]:
         """Convert messages and functions of a file to the template's form.
 
-        If the file has no functions, the loaded tools are listed, unless the system message lists tools itself.
+        If the file has no functions, the loaded tools are listed. Functions that the system message lists itself are
+        not listed again.
         """
         error = self._system_error(messages)
         if error:
             raise ValueError(error)
-        lists_tools = messages[0]["role"] == "system" and self.tools_mark in messages[0]["content"]
-        if functions is None and not lists_tools:
-            functions = self._functions(None)
-        return [self._in_template_form(message) for message in messages], functions or None
+        if functions is None or all(isinstance(function, str) for function in functions):
+            unknown = [name for name in functions or () if name not in self.schemas]
+            if unknown:
+                has = f"the row offers the tool {unknown[0]!r}, and data.tools has {', '.join(self.schemas)}"
+                raise ValueError(f"{has}; add it there, or take it out of the row")
+            names = [] if functions is None else functions
+            functions = self._functions(functions)
+        else:
+            names = [tool["function"]["name"] for tool in functions]
+        # Hermes's own files have the functions in both places.
+        system_prompt = messages[0]["content"] if messages[0]["role"] == "system" else ""
+        if self.tools_mark in system_prompt and all(name in system_prompt for name in names):
+            functions = None
+        return [self._in_template_form(message) for message in messages], functions
 
     def _add_response(self, row: Rendered, response: list[dict[str, Any]], mask_results: bool, before: str) -> str:
         added = ""

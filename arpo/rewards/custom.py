@@ -15,12 +15,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from arpo.config.exits import watched
 from arpo.config.named import brief, find
 from arpo.config.returned import checked_number, whole_text
-from arpo.errors import Outage, UserError
+from arpo.errors import Outage, UserError, innermost
 from arpo.protocol import Codec
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory, Turn
 
@@ -57,8 +57,9 @@ class CustomReward:
     """A loaded reward function."""
 
     function: Callable
-    takes: Literal["text", "one", "all"]
-    """Input of the function: the text of a response, one trajectory, or all trajectories at once."""
+    takes: Literal["text", "named", "one", "all"]
+    """Input of the function: FIELDS of a response by their order ("text") or by their names, one trajectory, or all
+    trajectories at once."""
     place: str
     """File and function, like "my_reward.py: compute_score", for messages."""
     runner: asyncio.Runner = field(default_factory=asyncio.Runner, repr=False, compare=False)
@@ -118,13 +119,22 @@ def load_custom(option: str, value: str) -> CustomReward:
         return CustomReward(function, "one", place)
     if required == ALL:
         return CustomReward(function, "all", place)
+    if _can_call(signature, **dict.fromkeys(FIELDS)):
+        return CustomReward(function, "named", place)
+    names = tuple(signature.parameters)
+    is_in_order = all(names.index(name) == index for index, name in enumerate(FIELDS) if name in names)
+    if is_in_order and _can_call(signature, *FIELDS):
+        return CustomReward(function, "text", place)
+    forms = " or ".join(f"({', '.join(form)})" for form in (FIELDS, ONE, ALL))
+    raise UserError(f"{place} takes ({', '.join(names) or 'nothing'}); it must take {forms}")
+
+
+def _can_call(signature: inspect.Signature, *arguments: object, **named: object) -> bool:
     try:
-        signature.bind(*FIELDS)
+        signature.bind(*arguments, **named)
     except TypeError:
-        takes = ", ".join(signature.parameters) or "nothing"
-        forms = " or ".join(f"({', '.join(names)})" for names in (FIELDS, ONE, ALL))
-        raise UserError(f"{place} takes ({takes}); it must take {forms}") from None
-    return CustomReward(function, "text", place)
+        return False
+    return True
 
 
 def custom_results(custom: CustomReward, pairs: Pairs) -> list[RewardResult]:
@@ -146,30 +156,42 @@ def custom_results(custom: CustomReward, pairs: Pairs) -> list[RewardResult]:
     elif custom.takes == "one":
         results = _call(custom, [(_sample(t), (t.for_custom_code(), prompt)) for t, prompt in pairs])
     else:
-        results = _call(custom, [(_sample(t), _text_arguments(t, prompt)) for t, prompt in pairs])
+        values = [_values_of_fields(t, prompt) for t, prompt in pairs]
+        if custom.takes == "named":
+            values = [dict(zip(FIELDS, of_response, strict=True)) for of_response in values]
+        results = _call(custom, [(_sample(t), v) for (t, _), v in zip(pairs, values, strict=True)])
     return [_parse(result, f"{custom.place}: {_sample(t)}") for (t, _), result in zip(pairs, results, strict=True)]
 
 
-def _text_arguments(t: Trajectory, prompt: Prompt) -> tuple:
-    """Return the arguments in the order of FIELDS."""
+def _values_of_fields(t: Trajectory, prompt: Prompt) -> tuple:
+    """Return the values of FIELDS, in their order."""
     truth = prompt.answers[0] if len(prompt.answers) == 1 else list(prompt.answers)
     return prompt.data_source, t.text, truth, prompt.meta.get("extra_info", prompt.meta)
 
 
-def _call(custom: CustomReward, calls: list[tuple[str, tuple]]) -> list:
-    """Return the results of (sample, arguments) calls. Calls of an async function run concurrently."""
+def _call(custom: CustomReward, calls: list[tuple[str, tuple | dict]]) -> list:
+    """Return the results of (sample, arguments) calls. A dict has arguments by name. Calls of an async function run
+    concurrently."""
+
+    def call(arguments: tuple | dict) -> Any:
+        return custom.function(**arguments) if isinstance(arguments, dict) else custom.function(*arguments)
 
     async def call_all() -> list:
         slots = asyncio.Semaphore(MAX_CONCURRENT)
 
-        async def call_one(sample: str, arguments: tuple) -> object:
+        async def call_one(sample: str, arguments: tuple | dict) -> object:
             async with slots:
                 with _errors_named(custom, sample):
-                    return await custom.function(*arguments)
+                    try:
+                        return await call(arguments)
+                    except asyncio.CancelledError:
+                        if asyncio.current_task().cancelling():  # since another response failed
+                            raise
+                        raise RuntimeError("a CancelledError, which a library raised") from None
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(call_one(*call)) for call in calls]
+                tasks = [group.create_task(call_one(sample, arguments)) for sample, arguments in calls]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -180,7 +202,7 @@ def _call(custom: CustomReward, calls: list[tuple[str, tuple]]) -> list:
     results = []
     for sample, arguments in calls:
         with _errors_named(custom, sample):
-            results.append(custom.function(*arguments))
+            results.append(call(arguments))
     return results
 
 
@@ -194,7 +216,7 @@ def _errors_named(custom: CustomReward, where: str) -> Iterator[None]:
         with watched(f"{custom.place} on {where}"):
             yield
     except (Exception, SystemExit) as error:
-        kind = Outage if isinstance(error, Outage) else UserError
+        kind = Outage if isinstance(innermost(error), Outage) else UserError
         raise kind(f"{custom.place} failed on {where} ({brief(error)})") from error
 
 

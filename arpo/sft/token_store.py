@@ -43,7 +43,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 OVERLONG = "overlong.jsonl"
-FORMAT = 6
+FORMAT = 7
 """Version of the stored tokens. Raise the number if the same file would give other tokens or another layout on disk."""
 
 

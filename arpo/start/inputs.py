@@ -21,7 +21,7 @@ from arpo.data.model_folder import check_model_folder
 from arpo.errors import UserError
 from arpo.log.trackers import TRACKERS
 from arpo.start.run_folder import check_run_folder
-from arpo.tools import check_loaded, tool_schemas
+from arpo.tools import TOOLS, check_loaded, tool_schemas
 from arpo.tools.search.tool import check_search
 from arpo.trajectory import Prompt
 
@@ -46,11 +46,27 @@ def check_rl(cfg: Any) -> None:
     rows."""
     check_model_folder(cfg.model.path, max_model_len=cfg.max_model_len)
     check_questions(filter(None, (cfg.data.train, cfg.data.valid)), cfg.tools)
+    check_tool_names(cfg)
     for option in IMPORTED:
         value = attrgetter(option)(cfg)
         if is_own(value):
             find(option, value, {})
     check_run(cfg)
+
+
+def check_tool_names(cfg: Any) -> None:
+    """Raise UserError if a limit of calls, or the bonus, names a tool that does not exist. It would have no effect.
+
+    The built-in tools need not be loaded, since these options name both of them by default.
+    """
+    tags = tuple(tool_schemas(cfg.tools))
+    for option, names in (
+        ("rollout.max_calls_per_tool", cfg.rollout.call_limits),
+        ("reward.bonus_tools", cfg.reward.bonus_tools),
+    ):
+        unknown = [name for name in names if name not in (*tags, *TOOLS)]
+        if unknown:
+            raise UserError(f"{option}: no tool {unknown[0]!r} in tools.names; there are {', '.join(tags) or 'none'}")
 
 
 def check_run(cfg: Any) -> None:

@@ -23,11 +23,12 @@ from typing import Any, get_type_hints
 from arpo.config.flags import parse
 from arpo.config.keys import check_known, field_names
 from arpo.config.named import find, is_own
+from arpo.config.returned import call_custom, checked_instance, checked_number
 from arpo.config.sections import ProtocolConfig
 from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
 from arpo.protocol import Codec, form_of
-from arpo.protocol.prompts import default_system_prompt, json_system_prompt
+from arpo.protocol.prompts import About, default_system_prompt, json_system_prompt
 from arpo.protocol.schema import ToolSchema, text_schema
 from arpo.protocol.tags import reserved_tags
 from arpo.tools.base import Tool
@@ -67,16 +68,18 @@ def _make_tool(name: str, cfg: ToolsConfig) -> Tool | ToolSet:
     if isinstance(made, FunctionTool):
         return made
     section = own_options(name, cfg) if is_own(name) else getattr(cfg, name, None)
-    return made() if section is None else made(section)
+    settings = () if section is None else (section,)
+    return call_custom(f"tools.names={name}", made, *settings) if is_own(name) else made(*settings)
 
 
 def own_options(name: str, cfg: ToolsConfig) -> Any | None:
     """Return the settings of a tool from a file; None for a tool without settings. Raises UserError."""
     made = tool_class(name)
     given = cfg.options_by_tool.get(name, {})
-    hints = {} if isinstance(made, FunctionTool) else get_type_hints(made.__init__)
-    kind = next(iter(hints.values()), None)
     where = f"tools.options: {name}"
+    is_function = isinstance(made, FunctionTool)
+    hints = {} if is_function else call_custom(f"{where}: reading its types", get_type_hints, made.__init__)
+    kind = next(iter(hints.values()), None)
     if not is_dataclass(kind):
         if given:
             raise UserError(f"{where} takes no options (its constructor has no parameter whose type is a dataclass)")
@@ -117,8 +120,13 @@ def tool_schemas(cfg: ToolsConfig) -> dict[str, ToolSchema]:
 
 
 def take_counts(tools: Mapping[str, Tool]) -> Counter[str]:
-    """Return the sums of the tools' counts since the last call of `take_counts`, by name."""
-    return sum((Counter(tool.take_counts()) for tool in tools.values()), Counter())
+    """Return the sums of the tools' counts since the last call of `take_counts`, by name. Raises UserError."""
+    totals: Counter[str] = Counter()
+    for tag, tool in tools.items():
+        method = f"the {tag} tool: take_counts"
+        counts = checked_instance(call_custom(method, tool.take_counts), f"{method}: the returned value", Mapping)
+        totals.update({str(name): checked_number(count, f"{method}: {name!r}") for name, count in counts.items()})
+    return totals
 
 
 def prices(entries: Iterable[str], names: Sequence[str]) -> dict[str, float]:
@@ -145,13 +153,19 @@ def tool_class(name: str) -> type[Tool] | FunctionTool:
     """Return the class of a tool; for a function, the tool itself. Raises UserError for an unknown name."""
     if is_own(name):
         found = find("tools.names", name, {})
-        if inspect.isfunction(found):
+        if isinstance(found, FunctionTool):  # a new one for each run, since its semaphore belongs to a loop
+            return FunctionTool(found.function, deadline_s=found.deadline_s)
+        if inspect.isroutine(found):  # a method, or a function behind functools.cache, too
             return FunctionTool(found)
         if is_set(found):
             return found
         if not (inspect.isclass(found) and hasattr(found, "tag") and hasattr(found, "run")):
             raise UserError(f"tools.names={name} is no tool: a class with tag and run, or a function with types")
         made = with_defaults(found)
+        for attribute, kind in (("tag", str), ("schema", ToolSchema), ("about", About)):
+            value = getattr(made, attribute)
+            if value is not None:
+                checked_instance(value, f"tools.names={name}: its {attribute}", kind)
         if hasattr(made, "open") and not made.make_sessions:
             raise UserError(f"tools.names={name} has `open`: derive it from SessionTool (docs/extending.md)")
         if not inspect.iscoroutinefunction(made.run):
@@ -200,7 +214,7 @@ def check_loaded(prompts: Iterable[Prompt], loaded: Sequence[str], file: str) ->
             if name not in loaded:
                 close = difflib.get_close_matches(name, loaded, n=1)
                 fix = f"did the row mean {close[0]!r}?" if close else "add it there, or take it out of the row"
-                has = f"{prompt.prompt_id} offers the tool {name!r}, and tools.names has {', '.join(loaded)}"
+                has = f"{prompt.prompt_id} offers the tool {name!r}, and tools.names has {', '.join(loaded) or 'none'}"
                 raise UserError(f"{file}: {has}; {fix}")
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from arpo.config.exits import wait_or_end
-from arpo.errors import UserError
+from arpo.errors import UserError, innermost
 from arpo.tools.interface import Tool, ToolContext, ToolResult, answer
 from arpo.tools.sessions import make_sessions
 
@@ -44,9 +44,10 @@ class MutedTool(Tool):
 class ToolRunner:
     """Runs tool calls on an asyncio loop in a thread. `collect` returns finished calls without blocking.
 
-    An exception of a tool, or its SystemExit, becomes a result of the kind `exception`, and counts as an infrastructure
-    error. One exception costs its trajectory; many exceptions end a training (sampling/health.py). `collect` raises
-    only UserError (the run cannot go on, for example after a refused key), KeyboardInterrupt, and CancelledError.
+    An exception of a tool, its SystemExit or CancelledError becomes a result of the kind `exception`, and counts as an
+    infrastructure error. One exception costs its trajectory; many exceptions end a training (sampling/health.py).
+    `collect` raises only UserError (the run cannot go on, for example after a refused key), KeyboardInterrupt, and the
+    CancelledError of a call that was cancelled from outside.
     """
 
     def __init__(self, tools: dict[str, Tool], prices: Mapping[str, float] | None = None):
@@ -119,18 +120,22 @@ class ToolRunner:
             if not result.seconds:
                 result = replace(result, seconds=time.perf_counter() - started)
             self._done.put((rollout, call_id, result))
-        except UserError as error:
-            self._done.put((rollout, call_id, error))
-        except (Exception, SystemExit) as error:  # one failed call must not end hours of work
+        except BaseException as raised:
+            error = innermost(raised)
+            is_of_tool = isinstance(error, Exception | SystemExit) and not isinstance(error, UserError)
+            if isinstance(error, asyncio.CancelledError):
+                is_of_tool = not asyncio.current_task().cancelling()
+            if not is_of_tool:  # handed to the caller's thread
+                self._done.put((rollout, call_id, error))
+                return
+            # One failed call must not end hours of work. A CancelledError of the tool's own library is a failure, too.
             if (tool.tag, type(error)) not in self._logged:  # a metric counts the others
                 self._logged.add((tool.tag, type(error)))
-                logger.warning("the %s tool raised an exception; its trajectory ends", tool.tag, exc_info=error)
+                logger.warning("the %s tool raised an exception; its trajectory ends", tool.tag, exc_info=raised)
             text = f"Error: the {tool.tag} tool failed."
             seconds = time.perf_counter() - started
             failure = ToolResult(text, ok=False, seconds=seconds, error_kind="exception", infra_error=True)
             self._done.put((rollout, call_id, failure))
-        except BaseException as error:  # cancelled, or an interrupt: handed to the caller's thread
-            self._done.put((rollout, call_id, error))
         finally:
             self._running[tool.tag] -= 1
 

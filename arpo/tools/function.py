@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from arpo.errors import UserError
+from arpo.errors import UserError, innermost
 from arpo.protocol.function_schema import schema_of
 from arpo.protocol.schema import arguments_of, with_integers
 from arpo.tools.interface import Tool, ToolResult, plain_value
@@ -34,7 +34,7 @@ class FunctionTool(Tool):
         self.schema = schema_of(function)
         self.tag = self.schema.name
         self.deadline_s = deadline_s
-        self._function = function
+        self.function = function
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def run(self, argument: str) -> ToolResult:
@@ -47,13 +47,16 @@ class FunctionTool(Tool):
             deadline = asyncio.timeout(self.deadline_s)
             try:
                 async with deadline:
-                    call = partial(self._function, **arguments)
-                    is_async = inspect.iscoroutinefunction(self._function)
+                    call = partial(self.function, **arguments)
+                    is_async = inspect.iscoroutinefunction(self.function)
                     value = await (call() if is_async else on_thread(f"arpo-{self.tag}", call))
+                    if inspect.isawaitable(value):  # of a coroutine function behind a plain decorator
+                        value = await value
                     return ToolResult(_text_of(value), ok=True)
-            except UserError:
-                raise
-            except Exception as error:
+            except Exception as raised:
+                error = innermost(raised)
+                if isinstance(error, UserError):
+                    raise error from None
                 if deadline.expired():
                     text = f"Error: {self.tag} gave no answer within {self.deadline_s:g} s."
                     return ToolResult(text, ok=False, error_kind="timeout")

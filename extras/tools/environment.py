@@ -31,6 +31,7 @@ from typing import Any
 from arpo.config.exits import exit_with
 from arpo.config.named import find
 from arpo.data import BadRow, parse_prompt, read_rows
+from arpo.data.prompts import QUESTION_FIELDS
 from arpo.errors import UserError
 from arpo.protocol.prompts import About
 from arpo.tools.function import on_thread
@@ -191,7 +192,8 @@ def with_observations(tool: EnvironmentTool, rows: Iterable[tuple[str, dict]], n
             [*before, last] = prompt.messages
             text = last["content"]
             text = text.replace("{observation}", shown) if "{observation}" in text else f"{text}\n\n{shown}"
-            yield row | {"prompt": [*before, last | {"content": text}], "seed": seed}
+            others = {name: value for name, value in row.items() if name not in QUESTION_FIELDS}
+            yield others | {"prompt": [*before, last | {"content": text}], "seed": seed}
 
 
 def main() -> None:

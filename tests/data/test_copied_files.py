@@ -73,6 +73,17 @@ def test_a_row_of_another_project_is_read_as_it_is_meant(row, question, answers)
     assert all(message["role"] in ("system", "user") for message in prompt.messages)
 
 
+@pytest.mark.parametrize("tools", [["python", "search"], "python, search", '["python", "search"]'])
+def test_names_of_tools_are_a_list_also_as_text(tools):
+    assert parsed({"prompt": ASKED, "answer": "1", "tools": tools}).tools == ("python", "search")
+
+
+def test_choices_that_the_question_shows_and_pictures_that_are_none_are_no_matter():
+    asked = "Which? A) red B) blue"
+    row = {"question": asked, "choices": ["red", "blue"], "options": [], "image": "", "images": None, "answer": "B"}
+    assert parsed(row).messages == [{"role": "user", "content": asked}]
+
+
 def test_verl_s_copy_of_search_r1_loads_from_parquet_without_its_prompt_and_its_tools(tmp_path):
     [prompt] = load_prompts(write_parquet(tmp_path / "train.parquet", [VERL_SEARCH_R1]))
     assert prompt.messages == [{"role": "user", "content": "who got it?"}] and prompt.data_source == "searchR1_nq"
@@ -85,12 +96,19 @@ def test_verl_s_copy_of_search_r1_loads_from_parquet_without_its_prompt_and_its_
         ({"prompt": ASKED, "reward_model": {"ground_truth": {"answer": "x"}}}, "ground_truth must be text"),
         ({"prompt": ASKED, "reward_model": {"style": "rule"}}, "reward_model.ground_truth must be text"),
         ({"prompt": ASKED, "answer": "[]", "tools": 3}, "tools must be a list"),
+        # the functions of Salesforce/xlam-function-calling-60k
+        ({"query": "Q?", "answers": "[]", "tools": '[{"name": "live_giveaways"}]'}, "must be a list of tool names"),
+        ({"query": "Q?", "answers": "[]", "tools": '["python"'}, "tools are not valid JSON"),
         ({"prompt": ASKED, "answer": "['NYC' 'New York']"}, "is a list of Python's"),  # of pandas' to_csv
         ({"prompt": ASKED, "completion": "It is.", "label": True}, "has no answer"),  # KTO's label is no answer
         ({"prompt": ASKED, "label": 2}, "has no answer"),  # nor is the number of a class
         ({"prompt": [*ASKED, CALLING, *ASKED], "answer": "1"}, "calls in fields"),
         ({"prompt": [*ASKED, REFUSING, *ASKED], "answer": "1"}, "'refusal'"),
         ({"prompt": [{"role": ["user"], "content": "A"}], "answer": "1"}, "is unknown"),
+        # mtkresearch/MR-Models #15: the answer is a letter, and the question has no choices
+        ({"question": "Which?", "choices": ["red", "blue"], "answer": "B"}, "does not show the row's choices; write"),
+        ({"question": "Which?", "options": {"A": "red", "B": "blue"}, "answer": "B"}, "not show the row's options"),
+        ({"question": "<image> What is it?", "images": ["a.png"], "answer": "1"}, "the row has images, but the model"),
     ],
 )  # fmt: skip
 def test_what_would_be_lost_of_a_prompt_is_refused(row, error):

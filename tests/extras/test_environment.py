@@ -176,7 +176,9 @@ class HouseTool(EnvironmentTool):
 def test_a_text_game_is_won_from_the_first_observation_in_the_prompt(tmp_path):
     file, rows, out = (tmp_path / name for name in ("house.py", "rows.jsonl", "train.jsonl"))
     file.write_text(HOUSE)
-    write_jsonl(rows, [{"prompt": "Find it.", "answer": "1"}, {"question": "{observation} Well?", "answer": "1"}])
+    # in rows of Search-R1's form the question counts, and not the prompt
+    search_r1 = {"question": "{observation} Well?", "golden_answers": ["1"], "data_source": "nq"}
+    write_jsonl(rows, [{"prompt": "Find it.", "answer": "1"}, search_r1])
     command = [sys.executable, "-m", "extras.tools.environment", f"{file}:HouseTool", str(rows), "--out", str(out)]
     subprocess.run([*command, "--seeds", "8"], check=True, cwd=ROOT)
     prompts = load_prompts(out)

@@ -46,6 +46,19 @@ def test_what_is_solved_now_and_then_is_kept_with_its_rate_and_the_bounds_belong
     assert [row["level"] for row in read_jsonl(rated[2])] == [2, 3]
 
 
+@pytest.mark.parametrize("reward", [-1.0, 1.5])
+def test_rewards_are_no_pass_rates(rated, reward):
+    """The grade of a reward without an accuracy is the reward."""
+    run, data, out = rated
+    digest = question_digest("0 + 1?", ["1"])
+    grade = Grade("own-000000", 0, {}, reward, "reward, no accuracy", "", question_digest=digest)
+    write_grades(run / "grades" / "own.jsonl", [grade])
+    with pytest.raises(
+        UserError, match=rf"a grade is {reward:g}, and no share of what is right; let reward\.file return"
+    ):
+        keep(run, data, out)
+
+
 def test_a_sample_that_an_infrastructure_error_cut_off_says_nothing_about_the_question(rated):
     """strands-env 98: samples without a verdict were counted as failures of the policy."""
     run = rated[0]

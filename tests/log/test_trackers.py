@@ -71,6 +71,33 @@ def test_a_tracker_that_fails_is_one_warning_and_then_it_is_off(tmp_path, monkey
     assert len(read_metrics(tmp_path)) == 2 and ("recorded" in printed)
 
 
+class WithoutWhere:
+    def __init__(self, run): ...
+
+    def scalars(self, step, values, histograms): ...
+
+    def text(self, step, name, text): ...
+
+    def close(self): ...
+
+
+class Awaited(Recording):
+    async def scalars(self, step, values, histograms): ...
+
+
+@pytest.mark.parametrize(("kind", "why"), [
+    (WithoutWhere, "it has no 'where'"),  # its lack ended the run, as another one's did in huggingface/trl PR 6715
+    (Awaited, "its 'scalars' is a coroutine; write `def scalars`"),  # no number arrived, as in hynek/structlog 666
+])  # fmt: skip
+def test_a_tracker_that_is_not_complete_is_off_from_the_start(tmp_path, monkeypatch, capsys, kind, why):
+    monkeypatch.setitem(TRACKERS, "bad", kind)
+    log = log_of(tmp_path, "bad")
+    log.scalars(1, {"reward/mean": 0.5})
+    log.finish()
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert warnings == [f"warning: run.trackers: bad failed (TypeError: {why}); it is off, and the run goes on"]
+
+
 def test_a_continued_run_has_the_id_that_its_folder_keeps_and_a_new_one_another(tmp_path):
     def run(step):
         return TrackedRun(tmp_path, Config(), {}, resume_step=step)

@@ -323,7 +323,7 @@ def test_a_row_may_bring_its_own_functions_or_none():
 def test_special_tokens_in_calls_and_texts_of_sft_are_characters():
     codec = hermes_codec("qwen2_5")
     call = {"name": "python", "arguments": {"code": "'<|im_end|>'"}}
-    called = {"role": "assistant", "content": "<|im_end|>", "tool_calls": [call]}
+    called = {"role": "assistant", "content": "<|im_end|> ends", "tool_calls": [call]}
     turns = [*dialogue("u:q"), called, *dialogue("t:<|im_end|>", "a:1")]
     row = codec.render_conversation(turns)
     trained = [token for token, mask in zip(row.token_ids, row.loss_mask, strict=True) if mask]

@@ -83,6 +83,21 @@ def test_empty_lines_between_arguments_cost_no_description():
     assert described == {"a": "First. One of: - 1: low - 2: high", "b": "Second: with a colon.", "c": "Third."}
 
 
+def close(a: int) -> int:
+    """Does
+    it.
+    Args:
+        a: First.
+    Returns:
+        what comes of it
+    """
+
+
+def test_a_section_directly_behind_the_description_is_no_part_of_it():
+    schema = schema_of(close)
+    assert (schema.description, schema.properties["a"]["description"]) == ("Does it.", "First.")
+
+
 def untyped(a):
     """Does."""
 
@@ -106,9 +121,39 @@ def renamed(a: int):
     """
 
 
+def in_sphinx_style(a: int):
+    """Does.
+
+    :param a: First.
+    """
+
+
+def in_numpy_style(a: int):
+    """Does.
+
+    Parameters
+    ----------
+    a : int
+        First.
+    """
+
+
+def with_a_loose_line(a: int):
+    """Does.
+
+    Args:
+        a: First,
+        and more.
+    """
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        # a description that no model would read, as in llama_index #22687
+        (in_sphinx_style, "describes arguments under :param; write lines `name: text` under Args:"),
+        (in_numpy_style, "describes arguments under Parameters; write lines"),
+        (with_a_loose_line, r"Args have the line 'and more\.'; write `name: text`, or indent it"),
         (untyped, "argument 'a' has no type; annotate it"),
         (undescribed, "needs a docstring"),
         (starred, r"must not take \*a"),

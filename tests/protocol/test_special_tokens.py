@@ -43,7 +43,7 @@ def test_a_question_cannot_end_the_users_turn(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sft_rows_begin_with_the_prompt_of_a_rollout_then_too(family):
     codec = codec_of(family)
-    messages = dialogue(f"u:{attack(family)}", f"a:it ends with {EOS[family]}", "u:so?", "a:yes")
+    messages = dialogue(f"u:{attack(family)}", f"a:it ends with {EOS[family]}.", "u:so?", "a:yes")
     row = codec.render_conversation(messages)
     first, second = (codec.render_prompt(messages[:i]) for i in (1, 3))
     assert row.token_ids[: len(first)] == first

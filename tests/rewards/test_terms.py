@@ -185,6 +185,12 @@ def of_text(data_source, solution_str, ground_truth, extra_info=None):
 async def of_text_async(data_source, solution_str, ground_truth, extra_info):
     return float(ground_truth in solution_str)
 
+def reordered(solution_str, ground_truth, data_source, extra_info):
+    return float(ground_truth in solution_str) + 2 * (data_source == "hotpotqa")
+
+async def of_some(solution_str, ground_truth, **others):
+    return float(ground_truth in solution_str) + len(others)
+
 class Judge:
     async def __call__(self, trajectory, prompt):
         return await single(trajectory, prompt)
@@ -212,6 +218,8 @@ def rewards_of(custom: CustomReward, group: Group | None = None, *, only_new: bo
         ("batched_async", [0.0, 1.0], {"tokens": 5.0}),
         ("of_text", [4.0, 3.0], {"hit": 1.0}),
         ("of_text_async", [1.0, 0.0], {}),
+        ("reordered", [3.0, 2.0], {}),  # verl #3374: names decide, as in verl. By their places it was 0 for all
+        ("of_some", [3.0, 2.0], {}),
         ("an_object", [5.0, 6.0], {}),
     ],
 )
@@ -313,6 +321,11 @@ def test_an_object_hears_of_a_group_before_it_scores_it(own):
 
 # ---- functions that fail
 
+IN_A_GROUP = """import asyncio
+async def fail(): raise KeyError('x')
+async def f(trajectory, prompt):
+    async with asyncio.TaskGroup() as group: group.create_task(fail())
+"""
 NO_NUMBER = r"r\.py: f: prompt q-0, trajectory 0: the returned score is None; it must be a number"
 
 
@@ -323,6 +336,11 @@ NO_NUMBER = r"r\.py: f: prompt q-0, trajectory 0: the returned score is None; it
         ("def f(d, s, g, e): raise SystemExit(3)", r"r\.py: f failed on prompt q-0, trajectory 0 \(SystemExit: 3"),
         ("async def f(d, s, g, e): exit(3)", r"r\.py: f failed on prompt q-0, trajectory . \(SystemExit: 3"),
         ("async def f(trajectory, prompt): raise KeyError('x')", r"f failed on prompt q-0, trajectory 0 \(KeyError"),
+        # awslabs/agentcore-rl-toolkit PR 25
+        ("import asyncio\nasync def f(trajectory, prompt): raise asyncio.CancelledError",
+         r"f failed on prompt q-0, trajectory . \(RuntimeError: a CancelledError, which a library raised"),
+        # epam/statgpt-backend #453: the text of a group of errors was given as the reason
+        (IN_A_GROUP, r"f failed on prompt q-0, trajectory . \(KeyError: 'x', in line 2 of r\.py\)"),
         ("def f(trajectories, prompts): raise KeyError('x')", r"r\.py: f failed on 2 samples from prompt q-0"),
         ("async def f(trajectories, prompts): return 1.0", r"f failed on 2 samples .*TypeError"),
         ("def f(d, s, g, e): return None", NO_NUMBER),
@@ -336,6 +354,7 @@ NO_NUMBER = r"r\.py: f: prompt q-0, trajectory 0: the returned score is None; it
          r"f takes \(a, b\); .* or \(trajectory, prompt\) or \(trajectories, prompts\)"),
         ("def f(solution, truth): return 1.0", r"f takes \(solution, truth\); it must take \(data_source, "),
         ("def f(): return 1.0", r"f takes \(nothing\); it must take"),
+        ("def f(solution_str, data_source, truth, e): return 1.0", r"f takes \(solution_str, data_source, truth, "),
         ("def f(completions, **options): return [1.0]", r"f takes \(completions, options\); it must take"),
         ("def f(a, b, c, d, e): return 1.0", r"f takes \(a, b, c, d, e\); it must take"),
         ("def f(trajectory, prompts): return 1.0", r"f takes \(trajectory, prompts\); .* or \(trajectory, prompt\) or"),

@@ -77,7 +77,7 @@ def test_function_calls_of_llama_factory_and_openai_become_tags_behind_their_tex
     ("row", "message"),
     [
         ({"text": "hi"}, "needs a list 'conversations'"),
-        ({"prompt": "q", "answer": "a"}, "needs a list 'conversations'"),
+        ({"prompt": "q", "answer": "a"}, "or prompt and completion, or instruction and output; has prompt, answer"),
         ({"prompt": "q", "completion": 3}, "content of the assistant message must be text, not int"),
         ({"messages": dialogue("u:q")}, "no assistant message"),
         ({"messages": [*dialogue("u:q"), {"role": "assistant", "content": None}]}, "must be text"),

@@ -98,13 +98,17 @@ def test_llama_factorys_roles_have_one_or_several_calls():
 @pytest.mark.parametrize(
     ("tools", "functions"),
     [
-        (None, None), (["python"], None), ("python,search", None), ([], []), ("[]", []),
+        (None, None), (["python"], ["python"]), ('["python"]', ["python"]), ([], []), ("[]", []), ("", []),
+        ("python, search", ["python", "search"]),  # as in files of questions
+        ([json.dumps(CLOCK)], [{"type": "function", "function": CLOCK}]),
         ([{"type": "function", "function": CLOCK}], [{"type": "function", "function": CLOCK}]),
         ([CLOCK | {"strict": None}], [{"type": "function", "function": CLOCK | {"strict": None}}]),
     ],
 )  # fmt: skip
 def test_a_row_may_bring_its_functions_in_every_form(tools, functions):
-    assert parse_conversation({"messages": dialogue("u:q", "a:1"), "tools": tools}).functions == functions
+    """Under each name: OpenAI's two, and that of prime-rl PR 2494."""
+    for name in ("tools", "functions", "tool_defs"):
+        assert parse_conversation({"messages": dialogue("u:q", "a:1"), name: tools}).functions == functions
 
 
 @pytest.mark.parametrize(
@@ -118,6 +122,15 @@ def test_a_row_may_bring_its_functions_in_every_form(tools, functions):
         (dialogue("a:1"), [{"description": ""}], "an entry of tools has no name"),
         (dialogue("a:1"), [{"function": "search"}], "an entry of tools has no name"),
         (dialogue("a:1"), [{"function": None, "name": "search"}], "an entry of tools has no name"),
+        # NVIDIA-NeMo/Automodel PR 2324: the loaded tools stood in the place of functions that could not be read
+        (dialogue("a:1"), str([CLOCK]), "tools are not valid JSON"),
+        (dialogue("a:1"), '[{"name": "f"', "tools are not valid JSON"),
+        (dialogue("a:1"), ['{"name": "f"'], "an entry of tools is not valid JSON"),
+        (dialogue("a:1"), CLOCK, "tools must be a list of functions, or of names of loaded tools, not dict"),
+        (dialogue("a:1"), json.dumps(CLOCK), "tools must be a list of functions"),
+        (dialogue("a:1"), ["python", CLOCK], "an entry of tools is not valid JSON"),
+        (dialogue("a:1"), [{"name": "f", "input_schema": {}}], "the tool 'f' has 'input_schema'; call it 'parameters'"),
+        (dialogue("a:1"), [{"name": "f", "inputSchema": {}}], "the tool 'f' has 'inputSchema'"),
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(messages, tools, error):
@@ -170,11 +183,14 @@ def test_parquet_gives_calls_the_arguments_of_others_as_nothing(tmp_path):
 def test_system_messages_that_list_tools_get_no_second_list_and_those_of_tags_are_refused():
     codec = hermes_codec("qwen2_5")
 
-    def listed(system: str) -> int:
-        row = codec.render_conversation([*dialogue(f"s:{system}", "u:q", "a:1")])
+    def listed(system: str, functions=None) -> int:
+        row = codec.render_conversation([*dialogue(f"s:{system}", "u:q", "a:1")], functions=functions)
         return codec.tokenizer.decode(row.token_ids).count("<tools>")
 
     assert (listed("be brief"), listed("Use <tools>[]</tools>.")) == (2, 1)  # Qwen's own text has the word twice
+    # the rows of NousResearch/hermes-function-calling-v1 have their functions in both places
+    own = [{"type": "function", "function": CLOCK}]
+    assert (listed(f"Use <tools>{json.dumps(own)}</tools>.", own), listed("Use <tools>[]</tools>.", own)) == (1, 3)
     with pytest.raises(ValueError, match=r"speaks of <search>.*data\.system_prompt=default"):
         listed("Write <search> query </search>.")
     with pytest.raises(UserError, match=r"speaks of <python>.*eval\.system_prompt"):
@@ -186,6 +202,10 @@ def test_a_row_is_rendered_with_its_own_functions_and_the_systems_prompt_of_the_
     row = render_row(Conversation(MESSAGES, [{"type": "function", "function": CLOCK}]), cfg, codec, "x:1")
     text = codec.tokenizer.decode(row.token_ids)
     assert "system\nBe brief.\n\n# Tools" in text and '"clock"' in text and '"description": "The python' not in text
+    text = codec.tokenizer.decode(render_row(Conversation(MESSAGES, ["search"]), cfg, codec, "x:1").token_ids)
+    assert '"name": "search"' in text and '"description": "The python' not in text
+    with pytest.raises(UserError, match=r"x:1: the row offers the tool 'clock', and data\.tools has python,"):
+        render_row(Conversation(MESSAGES, ["clock"]), cfg, codec, "x:1")
     with pytest.raises(UserError, match=r"x:1: .*speaks of <python>"):
         render_row(Conversation(MESSAGES, None), SFTDataConfig(train="x", system_prompt="<python>"), codec, "x:1")
 

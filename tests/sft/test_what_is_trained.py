@@ -77,6 +77,7 @@ def weighted(**weights: object) -> dict:
         ({"messages": [{**ASKED, "step_loss_mask": 1}, said(step_loss_mask=1)], "label": "34"}, [f"A{END}"]),
         ({"prompt": [ASKED], "completion": [said()], "label": True}, [f"A{END}"]),
         ({"messages": [ASKED, said()], "kto_tag": True}, [f"A{END}"]),
+        ({"messages": [ASKED, said()], "enable_thinking": False}, [f"A{END}"]),
         # NVIDIA-NeMo/Automodel#2325, LlamaFactory#10530: one turn
         (sharegpt(("human", "Q?"), ("gpt", "I look."), ("function_call", SEARCH), ("observation", "r"), ("gpt", "A")),
          ["I look.<search> Paris </search>", f"A{END}"]),
@@ -84,6 +85,12 @@ def weighted(**weights: object) -> dict:
         ({"messages": [ASKED, said("<think>x</think>"), {"role": "tool_call", "content": json.dumps(SEARCH)},
                        {"role": "tool_response", "content": "r"}, said()]},
          ["<think>x</think><search> Paris </search>", f"A{END}"]),
+        # LlamaFactory#6797, #7339 and #9550: the thought of a call is in its message. At the end of a conversation the
+        # model learnt to answer with bare JSON
+        (sharegpt(("human", "Q?"), ("function_call", f"<think>x</think>\n{json.dumps(SEARCH)}")),
+         ["<think>x</think>\n<search> Paris </search>"]),
+        (sharegpt(("human", "Q?"), ("function_call", f"{THOUGHT}{json.dumps([SEARCH])}"), ("observation", "r"),
+                  ("gpt", "A")), [f"{THOUGHT}<search> Paris </search>", f"A{END}"]),
         # OpenAI's calls before there were tools
         ({"messages": [ASKED, said("I look.", function_call={**SEARCH, "arguments": '{"query": "Paris"}'}),
                        {"role": "function", "name": "search", "content": "r"}, said()]},
@@ -151,6 +158,10 @@ def test_with_tags_a_row_is_trained_as_its_maker_means(row, trained):
         ({"instruction": "Sort it.", "input": [3, 1, 2], "output": "[1, 2, 3]"}, "input must be text, not list"),
         ({"prompt": [ASKED, said("B")], "completion": [said()]}, "two assistant messages follow"),
         ({"messages": [{"role": "system", "content": "a"}, ASKED, said()], "system": "b"}, "another one"),
+        ({"messages": [ASKED, said()], "enable_thinking": True}, "the row has enable_thinking True"),  # verl's column
+        # plain characters, not the end token
+        ({"messages": [ASKED, said(f"A{END}\n")]}, f"x:1: an assistant's text ends with '{END}'"),
+        (sharegpt(("human", "Q?"), ("function_call", "<think>x</think>search Paris")), "is not valid JSON"),
     ],
 )  # fmt: skip
 def test_what_would_be_lost_is_refused(row, error):

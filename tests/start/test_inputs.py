@@ -25,6 +25,7 @@ HUB = ["--model.path", "Qwen/Qwen2.5-7B-Instruct"]  # the Hub is asked last
 CHECKS = {SFTConfig: check_sft, RLConfig: check_rl, EvalConfig: check_evaluation}
 GOOD = ["--data.train", "good.jsonl"]
 PYTHON = ["--tools.names", "python"]
+FILES = ["--eval.files", "good.jsonl"]
 SHORT = ["--rollout.max_response_tokens", "128", "--rollout.answer_reserve_tokens", "16"]
 
 
@@ -53,6 +54,22 @@ def folder(tmp_path, monkeypatch):
         (RLConfig, [*GOOD, "--tools.names", "t.py:Plain"], "Plain: run must be a coroutine"),
         (RLConfig, [*GOOD, "--model.path", "model"], "model.path=model: no config.json"),
         (RLConfig, [*GOOD, "--model.path", "./none"], "model.path=./none: no such folder"),
+        # Flux159/mcp-server-kubernetes PR 356: a name that nothing has was accepted, and had no effect
+        (
+            RLConfig,
+            [*GOOD, *PYTHON, "--rollout.max_calls_per_tool", "pyton=3"],
+            "max_calls_per_tool: no tool 'pyton' in",
+        ),
+        (
+            RLConfig,
+            [*GOOD, *PYTHON, "--reward.bonus_tools", "search", "calc"],
+            "no tool 'calc' in tools.names; .* python$",
+        ),
+        (
+            EvalConfig,
+            [*FILES, *PYTHON, "--rollout.max_calls_per_tool", "serach=9"],
+            "max_calls_per_tool: no tool 'serach'",
+        ),
         (SFTConfig, GOOD, "good.jsonl:1: needs a list 'conversations'"),
         (SFTConfig, ["--data.train", "talks.jsonl", "--data.valid", "x.xlsx"], "x.xlsx: unknown file type '.xlsx'"),
         (EvalConfig, ["--eval.files", "absent.jsonl"], "absent.jsonl: cannot read the file"),

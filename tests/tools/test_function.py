@@ -1,13 +1,17 @@
 """A typed function as a tool: what it returns or raises is text for the model, within its deadline."""
 
 import asyncio
+import functools
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from arpo.config.tools import ToolsConfig
 from arpo.errors import UserError
+from arpo.tools import make_tools, tool_class
 from arpo.tools.base import ToolResult
 from arpo.tools.function import FunctionTool
 
@@ -31,6 +35,11 @@ async def shout(text: str) -> str:
     """Shout."""
     await asyncio.sleep(0)
     return text.upper()
+
+
+@functools.wraps(shout)
+def wrapped(*args, **kwargs):
+    return shout(*args, **kwargs)
 
 
 def give(value: object):
@@ -63,6 +72,18 @@ def in_thread() -> bool:
     return threading.current_thread() is not threading.main_thread()
 
 
+async def in_a_group(age: int):
+    """Fail in a task."""
+
+    async def fail():
+        if age == 0:
+            raise UserError("the licence has expired; renew it")
+        raise ValueError(f"no age {age}")
+
+    async with asyncio.TaskGroup() as outer:
+        outer.create_task(fail())
+
+
 def first(rows: list[int]) -> int:
     """Return the first row above 0."""
     return next(row for row in rows if row > 0)
@@ -90,6 +111,7 @@ async def sleep_awaiting():
         ),
         (shapes, '{"sides": [], "n": null, "by_name": {}}', "[[], None, {}]"),
         (shout, "hi", "HI"),
+        (wrapped, "hi", "HI"),  # strands-agents/harness-sdk #4410: the model read "<coroutine object ...>"
         (in_thread, "{}", "true"),
         (give(None), "{}", "(no output)"),
         (give({"ü": [1, None]}), "{}", '{"ü": [1, null]}'),
@@ -112,6 +134,8 @@ def test_what_a_function_returns_is_the_result(function, argument, text):
     [
         (divide, '{"a": 1, "b": 0}', "error", "ZeroDivisionError: "),
         (first, '{"rows": [-1]}', "error", "RuntimeError: the function raised StopIteration"),
+        # griptape #2027: the model read "unhandled errors in a TaskGroup (1 sub-exception)"
+        (in_a_group, '{"age": 3}', "error", "ValueError: no age 3"),
         (divide, '{"b": 1}', "bad_arguments", 'Error: divide needs the argument "a"'),
         (sleep, "{}", "timeout", "Error: sleep gave no answer within 0.05 s."),
         (sleep_awaiting, "{}", "timeout", "Error: sleep_awaiting gave no answer within 0.05 s."),
@@ -124,9 +148,39 @@ def test_a_failure_is_an_error_that_the_model_reads(function, argument, kind, te
     assert (result.ok, result.error_kind, result.infra_error) == (False, kind, False)
 
 
+@pytest.mark.parametrize(
+    ("line", "deadline_s"),
+    [
+        ("tool = FunctionTool(age, deadline_s=5)", 5),  # as in docs/extending.md
+        ("tool = functools.cache(age)", 30),
+        ("tool = Ages().age", 30),
+    ],
+)
+def test_a_name_may_stand_for_a_function_tool_a_method_or_a_wrapped_function(tmp_path, monkeypatch, line, deadline_s):
+    monkeypatch.chdir(tmp_path)
+    Path("my_age.py").write_text(
+        "import functools\n"
+        "from arpo.tools.function import FunctionTool\n"
+        "def age(born: int) -> int:\n"
+        '    """Tell the age."""\n'
+        "    return 2000 - born\n"
+        "class Ages:\n"
+        "    def age(self, born: int) -> int:\n"
+        '        """Tell the age."""\n'
+        "        return age(born)\n"
+        f"{line}\n"
+    )
+    [tool] = make_tools(ToolsConfig(names=("my_age.py:tool",))).values()
+    assert (tool.tag, tool.deadline_s) == ("age", deadline_s)
+    assert asyncio.run(tool.run('{"born": 1950}')) == ToolResult("50", ok=True)
+    # its semaphore belongs to the loop of a run
+    assert tool_class("my_age.py:tool") is not tool
+
+
 def test_only_an_error_of_the_user_ends_the_run():
-    with pytest.raises(UserError, match="renew it"):
-        run(stop, "{}")
+    for function, argument in ((stop, "{}"), (in_a_group, '{"age": 0}')):
+        with pytest.raises(UserError, match="renew it"):
+            run(function, argument)
 
 
 @pytest.mark.parametrize("function", [yields, streams])

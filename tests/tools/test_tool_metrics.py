@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -12,9 +13,9 @@ from arpo.config.tools import SearchConfig, ToolsConfig
 from arpo.errors import UserError
 from arpo.metrics import Metrics, rollout_metrics
 from arpo.options import BranchingConfig, RolloutConfig
-from arpo.tools import make_tools, prices, prices_of
+from arpo.tools import make_tools, prices, prices_of, take_counts
 from arpo.tools.base import ToolResult
-from arpo.tools.interface import answer
+from arpo.tools.interface import Tool, answer
 from arpo.tools.search import SearchTool
 from arpo.trajectory import Group, ToolCall, Trajectory, Turn
 
@@ -175,3 +176,32 @@ def test_a_tool_of_a_frozen_class_can_have_a_price(tmp_path):
     [tool] = make_tools(cfg).values()
     found = asyncio.run(answer(tool, "x", None, price=prices_of(cfg)["frozen"]))
     assert (found.ok, found.cost) == (True, 0.5)
+
+
+class Counting(Tool):
+    """A tool that returns this from `take_counts`."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    def take_counts(self):
+        return self.counts() if callable(self.counts) else self.counts
+
+
+def test_counts_of_several_tools_are_added_also_where_they_are_0_or_below():
+    tools = {"a": Counting({"hits": 0, "balance": -3}), "b": Counting({"balance": 1.5}), "c": Counting({})}
+    assert take_counts(tools) == {"hits": 0, "balance": -1.5} and "hits" in take_counts(tools)
+
+
+@pytest.mark.parametrize(
+    ("counts", "why"),
+    [
+        (lambda: 1 / 0, "failed (ZeroDivisionError: division by zero"),
+        ({"x": "a"}, "'x' is 'a'; it must be a number"),
+        ({"x": float("nan")}, "'x' is nan; it must be finite"),
+        (None, "the returned value is None; it must be a Mapping"),
+    ],
+)
+def test_counts_that_are_none_are_one_line(counts, why):
+    with pytest.raises(UserError, match=rf"^the shop tool: take_counts:? {re.escape(why)}"):
+        take_counts({"shop": Counting(counts)})

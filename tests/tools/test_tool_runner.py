@@ -19,8 +19,10 @@ from arpo.tools.base import ToolResult, ToolRunner
 from arpo.trajectory import StopReason
 
 
-@pytest.mark.parametrize("error", [RecursionError("bug"), SystemExit(4)], ids=repr)
+@pytest.mark.parametrize("error", [RecursionError("bug"), SystemExit(4), asyncio.CancelledError("leaked")], ids=repr)
 def test_an_exception_of_a_tool_costs_its_trajectory_and_not_the_run(caplog, error):
+    """HKUDS/nanobot PR 1072 and awslabs/agentcore-rl-toolkit PR 25: the CancelledError of a library ended the run."""
+
     def broken(_):
         raise error
 
@@ -95,8 +97,14 @@ def test_a_user_error_of_a_tool_ends_the_rollout_and_one_that_returns_no_result_
     def refused(_):
         raise UserError("SERPER_API_KEY is refused; set another one")
 
-    with pytest.raises(UserError, match="is refused; set another one"):
-        play(call_then_answer, tools=[EchoTool("search", refused)])
+    class InAGroup(EchoTool):
+        async def run(self, argument):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(asyncio.to_thread(refused, argument))
+
+    for tool in (EchoTool("search", refused), InAGroup("search")):
+        with pytest.raises(UserError, match="is refused; set another one"):
+            play(call_then_answer, tools=[tool])
 
 
 STUCK = """

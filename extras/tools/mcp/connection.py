@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arpo.errors import UserError
+from arpo.errors import UserError, innermost
 from extras.tools.mcp.config import McpServer
 
 if TYPE_CHECKING:
@@ -297,8 +297,7 @@ async def _listed(client: Client) -> list[Tool]:
 
 def _reason(error: BaseException) -> str:
     """Return the innermost cause of an error in one line."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = innermost(error)
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -51,7 +51,7 @@ def test_the_policy_calls_tools_of_a_server_in_tags(tmp_path):
     calls = {g.prompt.prompt_id: [(c.tag, c.result) for c in g.trajectories[0].tool_calls] for g in groups}
     assert calls["add"] == [("add", "4"), ("say", "&lt;")]
     assert calls["wrong"][0][1].startswith('Error: add needs the argument "b"')
-    assert calls["dies"][0][1].startswith("alive as ") and restarts == ({"mcp_restarts": 1}, {})
+    assert calls["dies"][0][1].startswith("alive as ") and restarts == ({"mcp_restarts": 1}, {"mcp_restarts": 0})
     assert calls["injected"] == [("say", "&lt;answer&gt;5&lt;/answer&gt;")]
     assert [group.trajectories[0].reward for group in groups[:3]] == [1.0] * 3
     values = rollout_metrics(groups, None, restarts[0]).values()
