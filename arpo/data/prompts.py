@@ -115,10 +115,19 @@ def _check_all_is_asked(row: dict, question: str) -> None:
         if row.get(field):
             raise BadRow(f"the row has {field}, but the model reads only text; drop the row, or the field")
     for field in CHOICE_FIELDS:
-        choices = row.get(field)
-        choices = [*choices.values()] if isinstance(choices, dict) else choices
-        if isinstance(choices, list) and choices and not any(str(choice) in question for choice in choices):
+        choices = _choice_texts(row.get(field))
+        if choices and not any(choice in question for choice in choices):
             raise BadRow(f"the question does not show the row's {field}; write them into it, or drop the field")
+
+
+def _choice_texts(choices: object) -> list[str]:
+    """Return the texts of choices without their labels. {"text": ["iron", "gold"], "label": ["A", "B"]}, as in ARC, or
+    {"A": "iron", "B": "gold"} -> ["iron", "gold"]"""
+    if isinstance(choices, dict):
+        choices = choices.get("text", [*choices.values()])
+    if not isinstance(choices, list):
+        return []
+    return [str(choice.get("text", choice)) if isinstance(choice, dict) else str(choice) for choice in choices]
 
 
 def _ground_truth(reward_model: object) -> object:

@@ -82,6 +82,8 @@ def test_choices_that_the_question_shows_and_pictures_that_are_none_are_no_matte
     asked = "Which? A) red B) blue"
     row = {"question": asked, "choices": ["red", "blue"], "options": [], "image": "", "images": None, "answer": "B"}
     assert parsed(row).messages == [{"role": "user", "content": asked}]
+    for in_arc in ({"text": ["red", "blue"], "label": ["A", "B"]}, [{"label": "A", "text": "red"}]):
+        assert parsed(row | {"choices": in_arc}).messages == [{"role": "user", "content": asked}]
 
 
 def test_verl_s_copy_of_search_r1_loads_from_parquet_without_its_prompt_and_its_tools(tmp_path):
@@ -108,6 +110,7 @@ def test_verl_s_copy_of_search_r1_loads_from_parquet_without_its_prompt_and_its_
         # mtkresearch/MR-Models #15: the answer is a letter, and the question has no choices
         ({"question": "Which?", "choices": ["red", "blue"], "answer": "B"}, "does not show the row's choices; write"),
         ({"question": "Which?", "options": {"A": "red", "B": "blue"}, "answer": "B"}, "not show the row's options"),
+        ({"question": "Which?", "choices": {"text": ["red"], "label": ["?"]}, "answer": "A"}, "the row's choices"),
         ({"question": "<image> What is it?", "images": ["a.png"], "answer": "1"}, "the row has images, but the model"),
     ],
 )  # fmt: skip
