@@ -380,8 +380,6 @@ def test_what_is_said_of_one_fork_in_the_silent_world_holds_against_repeats_on_i
     assert (
         f"with the anchor, take {calls} of the calls of GRPO with two** on the same machine (eight seeds, {p}" in page
     )
-    readme = on_page("README.md")
-    assert f"one root and one fork take {calls} (eight seeds, none fails; {p}" in readme
 
 
 def test_the_table_of_echo_is_that_of_its_results():
