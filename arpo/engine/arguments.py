@@ -43,8 +43,8 @@ def llm_arguments(
     min_batched_tokens = 0 if on_gpu else max_model_len
     arguments = {
         "model": model_path,
-        # Not "auto": beside consolidated.safetensors vLLM would take params.json and tekken.json, Mistral's own config and
-        # tokenizer. The trainer reads those of transformers (vllm-project/vllm PR 33253).
+        # Not "auto": beside consolidated.safetensors vLLM would take Mistral's own config and tokenizer (params.json,
+        # tekken.json). The trainer reads those of transformers (vllm-project/vllm PR 33253).
         "config_format": "hf",
         "tokenizer_mode": "hf",
         "load_format": "hf" if load_weights else "dummy",
