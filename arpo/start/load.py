@@ -58,7 +58,7 @@ def load_config(root: type[C], argv: list[str] | None = None) -> C:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     paths: list[Path] = []
-    while argv and not argv[0].startswith("-") and "=" not in argv[0]:
+    while argv and not re.match(r"-|\+*[\w.]+=", argv[0]):  # "a.b=1" is a flag as verl writes them
         paths.append(Path(argv.pop(0)))
     if any(token in ("-h", "--help") for token in argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
