@@ -119,7 +119,7 @@ def test_trainer_and_engine_agree_on_each_token(family, changes, max_model_len, 
 
 
 def test_the_trainer_computes_beside_an_engine_of_the_same_class(mesh, tmp_path):
-    """vLLM has no class for OLMo 2, and so changes that of transformers (found by trying vllm-project/vllm PR 52158)."""
+    """vLLM has no class for OLMo 2, so it changes that of transformers (found by trying vllm-project/vllm PR 52158)."""
     from arpo.engine import Engine, SamplingSpec
 
     changes = {"hidden_size": 128, "num_key_value_heads": 4, "head_dim": 32, "eos_token_id": 298, "pad_token_id": 296}
