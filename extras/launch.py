@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from arpo.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS = ("--nproc_per_node", "--nproc-per-node")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+"""Signals that torchrun hears, and sends on to the ranks."""
 
 
 def train_sft() -> None:
@@ -66,6 +69,9 @@ def torchrun() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    # torchrun would hear signals that this process should ignore, like SIGHUP under nohup (pytorch 76894).
+    heard = [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(heard))
     logging.disable(logging.WARNING)  # torchrun logs each signal sent to a process
     try:
         main()

@@ -28,6 +28,7 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --requeue
+#SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@600
 #SBATCH --output=runs/slurm-%j.log
 

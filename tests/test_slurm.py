@@ -113,6 +113,12 @@ def test_usr1_ends_the_job_with_a_saved_step_and_requeues_it(tmp_path):
     assert (tmp_path / "asked").read_text() == f"requeue {env['SLURM_JOB_ID']}\n"
 
 
+def test_a_job_that_begins_again_keeps_its_log():
+    """Slurm would truncate it, since the job's number stays the same (rwth-i6/sisyphus 201)."""
+    options = [line.split()[1] for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--requeue", "--open-mode=append", "--output=runs/slurm-%j.log"} <= {*options}
+
+
 def test_outside_of_slurm_it_says_how_to_start_it():
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     done = subprocess.run(["bash", str(SCRIPT)], env=env, capture_output=True, text=True, timeout=60)

@@ -45,6 +45,8 @@ class SafeReader(FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        # Python 3.13 alone has the classes of pathlib there (python/cpython 133789).
+        module = module.replace("pathlib._local", "pathlib")
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(f"{NOT_TENSORS} ({module}.{name})")

@@ -43,7 +43,11 @@ def llm_arguments(
     min_batched_tokens = 0 if on_gpu else max_model_len
     arguments = {
         "model": model_path,
-        "load_format": "auto" if load_weights else "dummy",
+        # Not "auto": beside consolidated.safetensors vLLM would take Mistral's own config and tokenizer (params.json,
+        # tekken.json). The trainer reads those of transformers (vllm-project/vllm PR 33253).
+        "config_format": "hf",
+        "tokenizer_mode": "hf",
+        "load_format": "hf" if load_weights else "dummy",
         "tensor_parallel_size": cfg.tensor_parallel,
         "dtype": cfg.dtype,
         "seed": seed,

@@ -11,9 +11,10 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from arpo.errors import UserError
 
@@ -120,6 +121,43 @@ def ignore_gc_freeze() -> Iterator[None]:
     finally:
         gc.freeze = freeze
         gc.unfreeze = unfreeze
+
+
+@contextlib.contextmanager
+def keep_classes_of_transformers(models: list[nn.Module]) -> Iterator[None]:
+    """Undo vLLM's changes of transformers' classes. `models`, which the block fills, get subclasses with the changes.
+
+    A model without a class of vLLM's (OLMo, SmolLM3, ...) has that of transformers in vLLM too. vLLM changes the class
+    of its decoder for torch.compile. The trainer's model is of the same class, and its forward pass would fail.
+    """
+    from vllm.compilation import decorators
+
+    decorate = decorators._support_torch_compile
+    decorated: list[tuple[type, tuple[type, ...], dict[str, Any]]] = []
+
+    def decorate_and_note(cls: type, *arguments: Any, **options: Any) -> type:
+        if cls.__module__.startswith("transformers."):
+            decorated.append((cls, cls.__bases__, dict(vars(cls))))
+        return decorate(cls, *arguments, **options)
+
+    decorators._support_torch_compile = decorate_and_note
+    try:
+        yield
+        for cls, bases, before in decorated:
+            changed = {name: value for name, value in vars(cls).items() if before.get(name) is not value}
+            added_bases = [base for base in cls.__bases__ if base not in bases]
+            subclass = type(cls.__name__, (cls, *added_bases), changed | {"__module__": cls.__module__})
+            for module in [module for model in models for module in model.modules() if type(module) is cls]:
+                module.__class__ = subclass
+    finally:
+        decorators._support_torch_compile = decorate
+        for cls, bases, before in decorated:
+            cls.__bases__ = bases
+            for name in [name for name, value in vars(cls).items() if before.get(name) is not value]:
+                if name in before:
+                    setattr(cls, name, before[name])
+                else:
+                    delattr(cls, name)
 
 
 def explain_failed_start(error: BaseException, *, on_gpu: bool) -> UserError | None:

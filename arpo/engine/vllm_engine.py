@@ -32,6 +32,7 @@ from arpo.engine.containment import (
     describe_start,
     explain_failed_start,
     ignore_gc_freeze,
+    keep_classes_of_transformers,
     prepare_for_vllm,
     release_pools,
     silence,
@@ -144,8 +145,11 @@ class Engine:
             # All present objects outlive the engine. Frozen, they are not searched when it is closed.
             gc.collect()
             gc.freeze()
-        with ignore_gc_freeze():
-            return LLM(**arguments, distributed_executor_backend=executor)
+        models: list[torch.nn.Module] = []
+        with ignore_gc_freeze(), keep_classes_of_transformers(models):
+            llm = LLM(**arguments, distributed_executor_backend=executor)
+            models += llm.apply_model(lambda model: model)
+        return llm
 
     @property
     def num_running(self) -> int:

@@ -10,6 +10,8 @@ A rank reads and stores only its rows of a weight.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,18 +67,42 @@ def build_on_meta(path: str, attention: str, *, max_model_len: int = 0) -> nn.Mo
 
 def check_head(hf: nn.Module) -> None:
     """Raise UserError unless logits = hidden states @ lm_head.weight.T / `logits_divisor`."""
-    neutral_values = {"final_logit_softcapping": (None,), "logit_scale": (None, 1.0)}
-    for name, neutral in neutral_values.items():
-        value = getattr(hf.config, name, None)
-        if value not in neutral:
-            raise UserError(f"model.path: {type(hf).__name__} has {name}={value} in its head, which is not supported")
     if not isinstance(getattr(hf, "lm_head", None), nn.Linear) or hf.lm_head.bias is not None:
         raise UserError(f"model.path: {type(hf).__name__} has no lm_head that is one matrix; it is not supported")
+    logits_divisor(hf)  # which raises
+
+
+class FixedStates(nn.Module):
+    """Stands for a decoder: returns given hidden states."""
+
+    def __init__(self, hidden: torch.Tensor):
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *_: Any, **options: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
 
 
 def logits_divisor(hf: nn.Module) -> float:
-    """Return the divisor of the model's logits (Granite), 1 for others. The caller multiplies the temperature by it."""
-    return getattr(hf.config, "logits_scaling", None) or 1.0
+    """Return the divisor of the model's logits; 1 for most models. The caller multiplies the temperature by it.
+
+    It is measured with the model's own forward pass, whose decoder and lm_head are replaced. Configs have no common
+    field for it: `logits_scaling` divides in Granite and multiplies in HyperCLOVAX, `logit_scale` multiplies in Cohere
+    (vllm-project/vllm PR 52158). Raises UserError for a head that does more than divide, like soft capping.
+    """
+    hidden = torch.tensor([[[-100.0, -1.0, 1.0, 100.0]]])
+    model = copy.copy(hf)
+    model.__dict__["_modules"] = {hf.base_model_prefix: FixedStates(hidden), "lm_head": nn.Identity()}
+    divisors = hidden / model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+    divisor = divisors.mean().item()
+    if not (math.isfinite(divisor) and divisor > 0 and torch.allclose(divisors, torch.tensor(divisor))):
+        raise UserError(
+            f"model.path: {type(hf).__name__} does more with its logits than to divide them (soft capping, say), which "
+            "is not supported"
+        )
+    return divisor
 
 
 def materialize(model: nn.Module, device: torch.device, *, parameter_device: torch.device | None = None) -> None:

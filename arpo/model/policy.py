@@ -39,6 +39,7 @@ class Policy(nn.Module):
     def __init__(self, hf: nn.Module):
         super().__init__()
         self.hf = hf
+        self.logits_divisor = logits_divisor(hf)
         self.head_chunk_tokens = HEAD_CHUNK_TOKENS
         self.sketch: GradientSketch | None = None
         """If set, forward passes with gradients fill it (update.measure_noise)."""
@@ -59,7 +60,7 @@ class Policy(nn.Module):
             self.hf.lm_head.weight,  # gathered once by the root's forward, whatever the number of chunks
             targets,
             sketch.directions if sketch else None,
-            temperature=temperature * logits_divisor(self.hf),
+            temperature=temperature * self.logits_divisor,
             chunk_tokens=self.head_chunk_tokens,
         )
         if sketch:

@@ -224,7 +224,7 @@ def _join_process_group(backend: str, timeout_minutes: float, silence_s: float) 
 def make_mesh(device_type: str, world_size: int, shard_size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> DeviceMesh:
     """Return a mesh of groups of `shard_size` ranks (0 = the ranks of a node). Each group shares a copy of the model.
     Raises UserError."""
-    shard_size = shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    shard_size = shard_size or ranks_per_node(world_size)
     if world_size % shard_size:
         raise UserError(f"model.shard_size={shard_size} does not divide the {world_size} ranks; choose one that does")
     if shard_size == world_size:
@@ -234,6 +234,19 @@ def make_mesh(device_type: str, world_size: int, shard_size: int, timeout: timed
     shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
     replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
     return DeviceMesh.from_group([replicate, shard], device_type, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def ranks_per_node(world_size: int) -> int:
+    """Return the number of ranks on each node. Collective. Raises UserError, on all ranks, if the nodes differ."""
+    numbers = [0] * world_size
+    dist.all_gather_object(numbers, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    if len(set(numbers)) > 1:
+        found = " and ".join(map(str, sorted(set(numbers))))
+        raise UserError(
+            f"the nodes have {found} ranks; start torchrun with the same --nproc_per_node on all nodes, or set "
+            "model.shard_size"
+        )
+    return numbers[0]
 
 
 def make_group(num_ranks: int, timeout: timedelta = DEFAULT_TIMEOUT) -> dist.ProcessGroup:

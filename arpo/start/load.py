@@ -58,7 +58,7 @@ def load_config(root: type[C], argv: list[str] | None = None) -> C:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     paths: list[Path] = []
-    while argv and not argv[0].startswith("-") and "=" not in argv[0]:
+    while argv and not re.match(r"-|\+*[\w.]+=", argv[0]):  # "a.b=1" is a flag as verl writes them
         paths.append(Path(argv.pop(0)))
     if any(token in ("-h", "--help") for token in argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
@@ -190,6 +190,8 @@ def flag_settings(argv: list[str], kinds: dict[str, Kind]) -> dict[str, list[str
             check_known(key, kinds, where=COMMAND_LINE)
             if kinds[key] == "section":
                 raise UserError(f"{COMMAND_LINE}: --{key} is a section; set one of its fields, see --help")
+            if kinds[key] == "list" and key in values:
+                raise UserError(f"{COMMAND_LINE}: --{key} stands there twice; give all entries after one of them")
             values[key] = [] if match[2] is None else [_flag_of(match[2])]
         elif (dotted := re.fullmatch(r"\+*(\w+\.[\w.]+)=.*", token)) and (
             dotted[1] in kinds or dotted[1].rsplit(".", 1)[-1] in OURS

@@ -4,7 +4,9 @@ import contextlib
 import io
 import json
 import os
+import pathlib
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,6 +147,18 @@ def test_a_doctored_checkpoint_runs_no_code_at_an_export_or_a_resume(
     with mesh_of_one() as mesh, pytest.raises(UserError, match=DOCTORED[doctor]) as error:
         Checkpoints(checkpoint.parent, ranks_of(mesh)).resume(*make(mesh, tiny_model_dir))
     assert not mark.exists() and "\n" not in str(error.value)
+
+
+def test_a_checkpoint_of_python_3_13_is_read(checkpoint, tiny_model_dir, monkeypatch):
+    """Only there the classes of pathlib are in pathlib._local, also in a pickle (python/cpython 133789)."""
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)
+    monkeypatch.setattr(pathlib.PosixPath, "__module__", "pathlib._local")
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    monkeypatch.undo()
+    sign(checkpoint)
+    with mesh_of_one() as mesh:
+        assert Checkpoints(checkpoint.parent, ranks_of(mesh)).resume(*make(mesh, tiny_model_dir)) == 1
 
 
 def link(target: str) -> Callable[[Path], None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.models import build_tiny_model, load_hf
+from helpers.models import build_tiny_model, build_tiny_tokenizer, load_hf
 
 from arpo.config.sections import EngineConfig
 from arpo.engine import Chunk, Engine, SamplingSpec
@@ -56,12 +56,17 @@ def engine(shared_engine, hf):
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
-    """(engine, HF model) with a head of its own; the folder has no weights, so the engine's come from sync_weights."""
+    """(engine, HF model) with a head of its own; the folder has no weights, so the engine's come from sync_weights.
+
+    Mistral's own format lies beside it, as in that publisher's folders.
+    """
     if torch.cuda.is_available():
         pytest.skip("vLLM's sleep mode allows one engine per process on a GPU")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = build_tiny_model(tmp_path_factory.mktemp("untied"), tied=False, weights=False)
+    for name in ("consolidated.safetensors", "params.json", "tekken.json"):
+        (folder / name).write_text('{"dim": 32, "n_layers": 1}')
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
@@ -406,6 +411,14 @@ def test_an_engine_without_weights_gets_them_from_the_first_sync_and_again_from_
         engine.sync_weights(model.named_parameters())
         assert_samples_like(engine, model)
         perturbed(model)
+
+
+def test_the_engine_takes_config_and_tokenizer_of_transformers_as_the_trainer_does(untied):
+    """Where Mistral's own files lie beside them, vLLM would take those (vllm-project/vllm PR 33253)."""
+    engine, model = untied
+    config = engine.llm.llm_engine.model_config
+    assert config.hf_config.to_dict() == model.config.to_dict() and config.tokenizer_mode == "hf"
+    assert len(engine.llm.get_tokenizer()) == len(build_tiny_tokenizer())
 
 
 def test_a_sync_that_misses_a_parameter_fails_instead_of_keeping_the_old_one(engine, hf):

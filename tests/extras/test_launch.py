@@ -8,6 +8,7 @@ import signal
 import site
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 
@@ -150,6 +151,25 @@ def test_ctrl_c_ends_several_ranks_without_torchruns_traceback(tmp_path):
     os.killpg(ranks.pid, signal.SIGINT)
     _, told = ranks.communicate(timeout=60)
     assert ranks.returncode == 130 and told == ""
+
+
+def test_under_nohup_the_end_of_the_terminal_does_not_end_several_ranks(tmp_path):
+    """torchrun hears SIGHUP even where nohup has it ignored (pytorch 76894, ms-swift 5884)."""
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import os, sys, time\nos.write(1, b'started\\n')\n"
+        "while not os.path.exists(sys.argv[1]):\n    time.sleep(0.1)\n"
+    )
+    ranks = subprocess.Popen(
+        ["nohup", *RANKS, str(script), str(tmp_path / "end")], **PLACE, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert [ranks.stdout.readline() for _ in range(2)] == ["started\n"] * 2
+    os.killpg(ranks.pid, signal.SIGHUP)
+    time.sleep(2)  # torchrun would end the ranks meanwhile
+    (tmp_path / "end").touch()
+    _, told = ranks.communicate(timeout=60)
+    assert ranks.returncode == 0, told[-3000:]
 
 
 @pytest.mark.parametrize("end, code", [("sys.exit(75)", 75), ("os.kill(os.getpid(), 9)", 137)])

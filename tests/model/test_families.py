@@ -13,7 +13,7 @@ from arpo.batch import collate
 from arpo.errors import UserError
 from arpo.model import load_policy
 from arpo.model.context_parallel import check_model
-from arpo.model.loading import build_on_meta
+from arpo.model.loading import build_on_meta, logits_divisor
 from arpo.tree import collate_tree
 
 CPU = torch.device("cpu")
@@ -48,6 +48,8 @@ EXACT = {
     "granite": {"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22,
                 "logits_scaling": 8.0, "tie_word_embeddings": True, "attention_dropout": 0.1}
     | rope("default", 1e7),  # Granite-3.x; the dropout is 3.0's
+    "hyperclovax": {"logits_scaling": 0.125, "attention_multiplier": 0.0078125, "embedding_multiplier": 10.0}
+    | rope("default", 1e4),  # HyperCLOVA X multiplies its logits
     "glm": {"attention_bias": True} | rope("default", 1e4, partial_rotary_factor=0.5),
     "glm4": {"attention_bias": True} | rope("default", 1e4, partial_rotary_factor=0.5),
     "exaone4": SLIDING | {"max_position_embeddings": 131072} | rope("llama3", 1e6, factor=16.0, **LLAMA3),
@@ -89,6 +91,23 @@ def test_rows_together_give_the_logprobs_and_gradients_of_each_row_alone(family,
             torch.testing.assert_close(
                 gradient, expected[name], atol=tolerance * scale, rtol=0, msg=f"{name}: {{}}".format
             )
+
+
+@pytest.mark.parametrize(
+    "family, changes, divisor",
+    [
+        ("granite", {"logits_scaling": 8.0}, 8.0),
+        ("hyperclovax", {"logits_scaling": 0.125}, 8.0),
+        ("cohere", {"logit_scale": 0.0625}, 16.0),
+        ("minicpm3", {"dim_model_base": 8}, 4.0),
+        ("qwen3", {}, 1.0),
+    ],
+)
+def test_the_logits_are_divided_as_in_the_models_own_forward_pass(family, changes, divisor):
+    """vllm-project/vllm PR 52158: no config field has one meaning in all families. HyperCLOVAX multiplies."""
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config_of(family, **changes))
+    assert logits_divisor(hf) == divisor
 
 
 def test_the_table_in_the_docs_names_what_is_exact():

@@ -118,6 +118,33 @@ def test_trainer_and_engine_agree_on_each_token(family, changes, max_model_len, 
     np.testing.assert_allclose(ours.numpy(), sampled, atol=2e-4)
 
 
+def test_the_trainer_computes_beside_an_engine_of_the_same_class(mesh, tmp_path):
+    """vLLM has no class for OLMo 2, so it changes that of transformers (found by trying vllm-project/vllm PR 52158)."""
+    from arpo.engine import Engine, SamplingSpec
+
+    changes = {"hidden_size": 128, "num_key_value_heads": 4, "head_dim": 32, "eos_token_id": 298, "pad_token_id": 296}
+    saved(tmp_path, "olmo2", changes)
+    build_tiny_tokenizer().save_pretrained(tmp_path)
+    policy = load_policy(cfg_of(tmp_path), mesh, device=CPU)
+    kind = type(policy.hf.model)
+    before = (kind.__bases__, kind.__init__, kind.__call__)
+    cfg = EngineConfig(dtype="float32", kv_cache_gib=0.05, max_num_seqs=4, max_num_batched_tokens=256)
+    engine = Engine(str(tmp_path), cfg, max_model_len=100, seed=0, load_weights=False)
+    try:
+        assert (kind.__bases__, kind.__init__, kind.__call__) == before
+        engine.sync_weights(policy.hf_parameters())
+        engine.submit("a", [3, 4, 5], SamplingSpec(max_tokens=40, seed=1))
+        chunks = []
+        while engine.num_running:
+            chunks += engine.step()
+    finally:
+        engine.close()
+    ids, sampled = (np.concatenate([getattr(c, name) for c in chunks]) for name in ("token_ids", "logprobs"))
+    logprobs, _ = policy(collate([Row(np.array([3, 4, 5]), ids, np.ones(len(ids), np.int64))], [0]))
+    logprobs.sum().backward()
+    np.testing.assert_allclose(logprobs[0].detach().numpy(), sampled, atol=2e-4)
+
+
 DROPOUT = {  # name: (family, what its config sets)
     "seed_oss's own 0.1 and 0.1 (trl#3234)": ("seed_oss", {}),
     "granite 3.0's attention_dropout (Human-Agent-Society/reef#536)": ("granite", {"attention_dropout": 0.1}),

@@ -197,6 +197,23 @@ def test_a_shard_size_that_does_not_divide_the_ranks_is_refused():
         make_mesh("cpu", 4, 3)
 
 
+def mesh_of_uneven_nodes(ranks) -> tuple[str, tuple[int, ...]]:
+    """Two nodes with a rank each beside one with two: ranks 0 and 1, 2, 3."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if ranks.rank < 2 else "1"
+    with pytest.raises(UserError) as refused:
+        make_mesh("cpu", ranks.world_size, 0)
+    return str(refused.value), make_mesh("cpu", ranks.world_size, 2).shape
+
+
+def test_nodes_with_different_numbers_of_ranks_are_refused_on_all_ranks():
+    """Each rank would make other groups, and wait for run.peer_timeout_minutes (huggingface/accelerate 1291)."""
+    problem = (
+        "the nodes have 1 and 2 ranks; start torchrun with the same --nproc_per_node on all nodes, or set "
+        "model.shard_size"
+    )
+    assert run_ranks(4, mesh_of_uneven_nodes) == [(problem, (2, 2))] * 4
+
+
 def helpers(ranks) -> dict:
     metrics = Metrics()
     metrics.mean("mean", 1.0 + ranks.rank, weight=1 + 2 * ranks.rank)

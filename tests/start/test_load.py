@@ -150,6 +150,8 @@ def test_the_names_of_others_are_answered_with_settings_that_are_there():
         ("", ["--run.seed", "3", "a.b=4"], ["command line", ": Unrecognized options: a.b=4"]),
         ("", ["--learning_rate", "1e-6"], ["command line", "'learning_rate'", "here it is --optim.lr"]),
         ("", ["--run.seed", "3", "actor_rollout_ref.rollout.n=4"], ["here it is --rollout.group_size"]),
+        # anntzer/defopt 110: the last one alone would count
+        ("", ["--tools.names", "python", "--tools.names", "search"], ["--tools.names stands there twice"]),
         ("", ["rollout.group_size=4"], ["command line", "'rollout.group_size=4'", "put -- before it"]),
         ("eval: {num_samples: 2}", [], ["c.yaml", "'eval' is a section of evaluate.py"]),
         ("run: &a\n  seed: *a", [], ["c.yaml", "line 2", "alias", "write it out"]),
@@ -175,6 +177,13 @@ def test_a_mistake_is_one_line_with_place_and_fix(tmp_path, yaml, flags, words):
     with pytest.raises(UserError) as caught:
         load_config(RLConfig, [path, "--data.train", "x", *flags])
     assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_folder_with_an_equals_sign_is_a_folder(tmp_path):
+    """hydra-ecosystem/hydra 1577: so sweeps name their runs."""
+    (tmp_path / "lr=1e-6").mkdir()
+    path = write(tmp_path / "lr=1e-6" / "config.yaml", "run: {seed: 3}")
+    assert load_config(RLConfig, [path, "--data.train", "n=1/x.jsonl"]).run.seed == 3
 
 
 def test_a_config_file_that_is_missing_or_in_another_encoding_is_named(tmp_path):
