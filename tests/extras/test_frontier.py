@@ -267,6 +267,16 @@ def test_the_first_table_of_a_page_is_that_of_the_results(page):
         assert cells[3].strip() == f"{size}{anchored} {failures(runs[reference.name])}"
 
 
+@pytest.mark.parametrize("section", ["anchored", "steps", "unready", "silent"])
+def test_one_root_and_three_forks_take_fewer_calls_than_grpo_at_its_best_and_do_not_fail_more_often(section):
+    runs = named_runs(section)
+    ours = runs[ONE_ROOT]
+    theirs = runs[strongest_rival(by_setting(compared(section))).name]
+    assert rank_test(ours, theirs) < 0.05 and ratios(ours, theirs, "calls")["mean"] < 1
+    failed, failed_of_theirs = (np.mean([cost(line) is None for line in of.values()]) for of in (ours, theirs))
+    assert failed <= failed_of_theirs
+
+
 def silent_repeats() -> dict[int, dict]:
     """GRPO with two in the silent world, on the machine of the runs with one fork."""
     return {line["seed"]: line for line in results("tried") if line["world"] == "silent"}
