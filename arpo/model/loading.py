@@ -95,7 +95,14 @@ def logits_divisor(hf: nn.Module) -> float:
     hidden = torch.tensor([[[-100.0, -1.0, 1.0, 100.0]]])
     model = copy.copy(hf)
     model.__dict__["_modules"] = {hf.base_model_prefix: FixedStates(hidden), "lm_head": nn.Identity()}
-    divisors = hidden / model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+    try:
+        logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"model.path: {type(hf).__name__} computes its logits from more than hidden states ({error}), which is not "
+            "supported"
+        ) from None
+    divisors = hidden / logits
     divisor = divisors.mean().item()
     if not (math.isfinite(divisor) and divisor > 0 and torch.allclose(divisors, torch.tensor(divisor))):
         raise UserError(
