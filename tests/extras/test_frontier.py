@@ -331,6 +331,9 @@ def silent_repeats() -> dict[int, dict]:
         ("unready", ONE_ROOT, "grpo_g2_x1", "Three forks learn all twelve there, and take {} of GRPO's calls."),
         ("unready", ONE_ROOT, "grpo_g3_x1", "(1 of 12 fails), {} of those with three (1 of 12 fails),"),
         ("unready", ONE_ROOT, "grpo_g4_x1", "and {} of those with four (0 of 12 fail)"),
+        ("unready", "top_h_anchored_g4_r2_x1", "grpo_g2_x1", "Two roots of four take {} of the calls of GRPO with two"),
+        ("unready", "top_h_anchored_g4_r2_x1", "grpo_g2_x1", "and {} where success is rare (six seeds each, all hold)"),
+        ("steps", "top_h_anchored_g4_r2_x1", "grpo_g3_x1", "{} where a step is mostly signal, and"),
         (
             "unready",
             GROWING,
@@ -368,7 +371,7 @@ def test_what_the_page_says_of_a_seed_whose_sft_is_not_through_is_in_the_results
     runs = {name: of_setting[69] for name, of_setting in named_runs("unready").items() if 69 in of_setting}
     calls = {name: f"{cost(line):,.0f}" if cost(line) else None for name, line in runs.items()}
     decisive = {name: f"{line['curve']['decisive'][-1]:.2f}" for name, line in runs.items()}
-    assert max(line["curve"]["solved"][0] for line in runs.values()) < 0.02
+    assert max(line["curve"]["solved"][0] for line in runs.values()) == 1 / 32
     assert {name for name in calls if not calls[name]} == {
         "grpo_g3_x1",
         "top_h_g2_r1_x1",
@@ -377,7 +380,7 @@ def test_what_the_page_says_of_a_seed_whose_sft_is_not_through_is_in_the_results
     }
     page = on_page(RECORD)
     for text in (
-        f"certain moves at {runs[ONE_ROOT]['curve']['certain'][0]:.2f}, and at most 2 % of the",
+        f"certain moves at {runs[ONE_ROOT]['curve']['certain'][0]:.2f}, and at most 3 % of the",
         f"One root of four learns it with {calls[ONE_ROOT]} calls. GRPO with two needs {calls['grpo_g2_x1']}, growing",
         f"groups {calls[GROWING]}, one root and one random fork {calls['random_anchored_g2_r1_x1']}, GRPO with four",
         f"GRPO with four {calls['grpo_g4_x1']}. One",
