@@ -45,7 +45,7 @@ def test_the_calls_of_a_plan_fit_its_minutes_and_the_first_needs_no_vllm(minutes
 
 
 def test_the_docs_have_the_calls_with_their_minutes():
-    page = (ROOT / "docs" / "scale.md").read_text().partition("without the internet\n")[2]
+    page = (ROOT / "benchmarks/gpu/README.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (\d+(?:\.\d)?) \|", page, re.MULTILINE)
     assert {name: float(minutes) for name, minutes in rows} == {n: c.minutes for n, c in offline.CALLS.items()}
     for minutes, names in offline.PLANS.items():

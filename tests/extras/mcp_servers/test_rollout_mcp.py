@@ -66,13 +66,12 @@ def test_rows_offer_tools_of_a_server_and_its_absence_is_told_before_a_model_is_
     row = {"prompt": "1 + 1?", "answer": "2"}
     write_jsonl(Path("good.jsonl"), [row | {"tools": ["python", "add"]}])
     write_jsonl(Path("bad.jsonl"), [row | {"tools": ["python", "ad"]}])
-    loaded = ["--tools.names", "python", MCP, "--tools.options"]
-    flags = ["--model.path", "Qwen/Qwen2.5-7B-Instruct", *loaded, options(ENTRY), "--data.train"]  # the Hub is last
+    flags = ["--model.path", "Qwen/Qwen2.5-7B-Instruct", "--tools.names", "python", MCP]  # the Hub is last
     with pytest.raises(UserError, match=r"offers the tool 'ad'.*did the row mean 'add'"):
-        check_rl(load_config(RLConfig, [*flags, "bad.jsonl"]))
+        check_rl(load_config(RLConfig, [*flags, "--tools.options", options(ENTRY), "--data.train", "bad.jsonl"]))
     gone = options(ENTRY).replace("mcp_server.py", "nowhere.py")
     with pytest.raises(UserError, match=r"cannot be used: .*nowhere\.py"):
-        check_rl(load_config(RLConfig, [*flags, "good.jsonl", "--tools.options", gone]))
+        check_rl(load_config(RLConfig, [*flags, "--tools.options", gone, "--data.train", "good.jsonl"]))
 
 
 def test_a_run_with_a_server_leaves_no_process_and_no_key_behind(tmp_path):
