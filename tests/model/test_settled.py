@@ -84,13 +84,27 @@ def test_rows_that_dynamic_rope_would_change_are_refused(changes, limit, tmp_pat
         settled_config(str(tmp_path), max_model_len=129)
 
 
+PROMPT = [3, 4, 5]
+
+
+def sampled_by(engine) -> tuple[np.ndarray, np.ndarray]:
+    """Sample 40 tokens after PROMPT. Return their ids and logprobs, (40,) each."""
+    from arpo.engine import SamplingSpec
+
+    engine.submit("a", PROMPT, SamplingSpec(max_tokens=40, seed=1))
+    chunks = []
+    while engine.num_running:
+        chunks += engine.step()
+    return tuple(np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("token_ids", "logprobs"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family, changes, max_model_len", [
     ("phi3", longrope(64), 200), ("phi3", longrope(64), 60), ("llama", rope("dynamic", 1e4, factor=4.0), 120),
     ("granite", {"logits_scaling": 8.0, "attention_dropout": 0.1}, 120),
 ])  # fmt: skip
 def test_trainer_and_engine_agree_on_each_token(family, changes, max_model_len, mesh, tmp_path):
-    from arpo.engine import Engine, SamplingSpec
+    from arpo.engine import Engine
 
     changes = {"hidden_size": 128, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 256} | changes
     if "long_factor" in changes.get("rope_parameters", {}):
@@ -105,22 +119,18 @@ def test_trainer_and_engine_agree_on_each_token(family, changes, max_model_len, 
     cfg = EngineConfig(dtype="float32", kv_cache_gib=0.05, max_num_seqs=4, max_num_batched_tokens=256)
     engine = Engine(str(tmp_path), cfg, max_model_len=max_model_len, seed=0)
     try:
-        engine.submit("a", [3, 4, 5], SamplingSpec(max_tokens=40, seed=1))
-        chunks = []
-        while engine.num_running:
-            chunks += engine.step()
+        ids, sampled = sampled_by(engine)
     finally:
         engine.close()
-    ids, sampled = (np.concatenate([getattr(c, name) for c in chunks]) for name in ("token_ids", "logprobs"))
     policy = load_policy(cfg_of(tmp_path), mesh, device=CPU, max_model_len=max_model_len)
     with torch.no_grad():
-        ours = policy(collate([Row(np.array([3, 4, 5]), ids, np.ones(len(ids), np.int64))], [0]))[0][0]
+        ours = policy(collate([Row(np.array(PROMPT), ids, np.ones(len(ids), np.int64))], [0]))[0][0]
     np.testing.assert_allclose(ours.numpy(), sampled, atol=2e-4)
 
 
 def test_the_trainer_computes_beside_an_engine_of_the_same_class(mesh, tmp_path):
     """vLLM has no class for OLMo 2, so it changes that of transformers (found by trying vllm-project/vllm PR 52158)."""
-    from arpo.engine import Engine, SamplingSpec
+    from arpo.engine import Engine
 
     changes = {"hidden_size": 128, "num_key_value_heads": 4, "head_dim": 32, "eos_token_id": 298, "pad_token_id": 296}
     saved(tmp_path, "olmo2", changes)
@@ -133,14 +143,10 @@ def test_the_trainer_computes_beside_an_engine_of_the_same_class(mesh, tmp_path)
     try:
         assert (kind.__bases__, kind.__init__, kind.__call__) == before
         engine.sync_weights(policy.hf_parameters())
-        engine.submit("a", [3, 4, 5], SamplingSpec(max_tokens=40, seed=1))
-        chunks = []
-        while engine.num_running:
-            chunks += engine.step()
+        ids, sampled = sampled_by(engine)
     finally:
         engine.close()
-    ids, sampled = (np.concatenate([getattr(c, name) for c in chunks]) for name in ("token_ids", "logprobs"))
-    logprobs, _ = policy(collate([Row(np.array([3, 4, 5]), ids, np.ones(len(ids), np.int64))], [0]))
+    logprobs, _ = policy(collate([Row(np.array(PROMPT), ids, np.ones(len(ids), np.int64))], [0]))
     logprobs.sum().backward()
     np.testing.assert_allclose(logprobs[0].detach().numpy(), sampled, atol=2e-4)
 
