@@ -32,6 +32,7 @@ $(READY): requirements/$(DEVICE).txt pyproject.toml | $(PY)
 	@touch $@
 
 $(PY):
+	@[ "$$(uname)" = Linux ] || { echo "error: vLLM and the sandbox need Linux; use a Linux container, or WSL 2"; exit 2; }
 	@command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON); run make PYTHON=python3.11"; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: $(PYTHON) is older than Python 3.11; run make PYTHON=python3.11"; exit 2; }

@@ -71,7 +71,7 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_fields(option: str, text: str) -> dict[str, Any]:
-    """Return the JSON object in an option's text; {} for an empty text.
+    """Return the fields that an option adds to a request, from its JSON; {} for an empty text. Raises ValueError.
 
     ("judge.extra_body", '{"reasoning_effort": "low"}') -> {"reasoning_effort": "low"}
     """
@@ -80,6 +80,8 @@ def parse_fields(option: str, text: str) -> dict[str, Any]:
     except ValueError:
         fields = None
     require(isinstance(fields, dict), f'{option}={text!r} must be a JSON object like {{"reasoning_effort": "low"}}')
+    for name in ("model", "messages", "stream"):  # the report would name another model; a stream is not read
+        require(name not in fields, f"{option} must not set {name!r}; the run sets it")
     return fields
 
 

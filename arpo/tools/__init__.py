@@ -170,10 +170,23 @@ def tool_class(name: str) -> type[Tool] | FunctionTool:
             raise UserError(f"tools.names={name} has `open`: derive it from SessionTool (docs/extending.md)")
         if not inspect.iscoroutinefunction(made.run):
             raise UserError(f"tools.names={name}: run must be a coroutine; write `async def run`")
+        _check_parameters(f"tools.names={name}", made)
         return made
     if name not in TOOLS:
         raise UserError(f"tools.names: unknown tool {name!r}; there are {', '.join(TOOLS)}")
     return TOOLS[name]()
+
+
+def _check_parameters(what: str, tool: type[Tool]) -> None:
+    """Raise UserError if `run` cannot be called with an argument, and with a context and a session if it has them."""
+    takes_self = inspect.isfunction(inspect.getattr_static(tool, "run"))  # neither a classmethod nor a staticmethod
+    signature = inspect.signature(tool.run)
+    extras = {name: None for name in ("context", "session") if name in signature.parameters}
+    try:
+        signature.bind(*(["self"] if takes_self else []), "argument", **extras)
+    except TypeError as error:
+        form = "`async def run(self, argument)`, with `context` or `session` after it if it needs them"
+        raise UserError(f"{what}: {error}; write {form}") from None
 
 
 def is_set(tool: object) -> bool:

@@ -152,6 +152,12 @@ def test_extra_fields_must_be_a_json_object(text):
         SearchConfig(summarizer_extra_body=text)
 
 
+@pytest.mark.parametrize("name", ["model", "messages", "stream"])
+def test_extra_fields_do_not_change_what_the_report_says_was_asked(name):
+    with pytest.raises(ValueError, match=rf"judge\.extra_body must not set '{name}'; the run sets it"):
+        JudgeConfig(extra_body=json.dumps({name: "x"}))
+
+
 def test_unclear_replies_are_not_correct_and_not_asked_again(make_judge, service):
     service.then(says(reply(RIGHT)), says(reply("Hard to say.")), says(reply(None)), says(reply("Incorrect")))
     asked = [JudgeTask(str(i), ("a",), "a") for i in range(3)]

@@ -37,7 +37,11 @@ def folder(tmp_path, monkeypatch):
     write_jsonl(Path("columns.jsonl"), [{"text": "1 + 1?"}] * 3)
     write_jsonl(Path("offers.jsonl"), [QUESTION | {"tools": ["pyhton"]}])
     Path("model").mkdir()
-    Path("t.py").write_text("class Tool: ...\nclass Plain:\n    tag = 'p'\n    def run(self, text): ...\n")
+    Path("t.py").write_text(
+        "class Tool: ...\nclass Plain:\n    tag = 'p'\n    def run(self, text): ...\n"
+        "class Two(Plain):\n    async def run(self, query, top_k): ...\n"
+        "class Selfless(Plain):\n    async def run(text): ...\n"
+    )
     return tmp_path
 
 
@@ -52,6 +56,9 @@ def folder(tmp_path, monkeypatch):
         (RLConfig, [*GOOD, "--tools.names", "pyton"], "tools.names='pyton' is unknown; did you mean 'python'"),
         (RLConfig, [*GOOD, "--tools.names", "python", "t.py:Tool"], "t.py:Tool is no tool: a class with"),
         (RLConfig, [*GOOD, "--tools.names", "t.py:Plain"], "Plain: run must be a coroutine"),
+        # a call would cost its trajectory each time, with a traceback
+        (RLConfig, [*GOOD, "--tools.names", "t.py:Two"], "Two: missing a required argument: 'top_k'; write `async def"),
+        (RLConfig, [*GOOD, "--tools.names", "t.py:Selfless"], "Selfless: too many positional arguments; write `async"),
         (RLConfig, [*GOOD, "--model.path", "model"], "model.path=model: no config.json"),
         (RLConfig, [*GOOD, "--model.path", "./none"], "model.path=./none: no such folder"),
         # Flux159/mcp-server-kubernetes PR 356: a name that nothing has was accepted, and had no effect
