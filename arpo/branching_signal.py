@@ -38,7 +38,7 @@ class BranchingSignal:
             self.warning = (
                 f"warning: the entropies of {NUM_FIRST_STEPS} steps moved P(branch) by {most_moved:.3f} at "
                 "most: this is random branching under another name; raise branching.weight, set "
-                "branching.threshold, or take configs/arpo_top.yaml"
+                "branching.threshold, or take configs/forks.yaml"
             )
         return metrics
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 def overridden_recipes(files: Sequence[tuple[str, Mapping[str, list[str]]]]) -> Iterator[str]:
     """Yield a warning for each file without a model, if a later model's file changes settings of this file.
 
-    files: name and settings (key -> values) of each file, in the given order. Example: after `arpo_top.yaml
+    files: name and settings (key -> values) of each file, in the given order. Example: after `forks.yaml
     qwen2.5_7b.yaml` a run has the 7B file's number of roots. The run then has a different algorithm, without any error.
     """
     for number, (recipe, settings) in enumerate(files):

@@ -161,9 +161,9 @@ def test_the_bundle_that_forks_afterwards_is_the_one_that_was_measured():
     """The file has every setting of docs/branching.md's runs, but for those of their tiny model and its optimizer.
 
     Shipped configs that were not those of the tables: autonomousvision/CaRL #24, samsledje/ConPLex #42."""
-    bundle = rl("arpo_top", "qwen2.5_7b")
+    bundle = rl("forks", "qwen2.5_7b")
     task = [str(CONFIGS / f"{name}.yaml") for name in ("demo_arpo", "demo_long")]
-    measured = load_config(RLConfig, [*task, *Setting.named("top_h_mixed_anchored_g8_r2_x1").flags])
+    measured = load_config(RLConfig, [*task, *Setting.named("at2po_anchored_g4_r1_x1").flags])
     assert (bundle.loss, bundle.advantage) == (measured.loss, measured.advantage)
     of_task = {"entropy_tokens": measured.branching.entropy_tokens}
     assert replace(bundle.branching, **of_task) == measured.branching
@@ -268,7 +268,7 @@ def test_a_baseline_is_grpo_with_its_own_loss_and_advantage(algorithm, model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("algorithm", ["arpo", "aepo", "grpo", "arpo_top"])
+@pytest.mark.parametrize("algorithm", ["arpo", "aepo", "grpo", "forks"])
 def test_the_fast_variant_goes_after_any_model_and_algorithm_and_changes_nothing_else(algorithm, model):
     cfg = load_config(RLConfig, [str(CONFIGS / f"{name}.yaml") for name in (model, algorithm, "no_waits")])
     usual = rl(algorithm, model)

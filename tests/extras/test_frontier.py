@@ -231,6 +231,7 @@ def test_the_tables_of_the_record_are_those_of_the_results(section, heading):
 
 GROWING = "top_h_mixed_anchored_g8_r2_x1"
 ONE_ROOT = "top_h_anchored_g4_r1_x1"
+LEAST_SURE = "at2po_anchored_g4_r1_x1"
 ONE_FORK = "top_h_anchored_g2_r1_x1"
 
 
@@ -244,27 +245,43 @@ def failures(runs: dict[int, dict]) -> str:
     return f"({sum(cost(line) is None for line in runs.values())} of {len(runs)})"
 
 
+def repeats(section: str) -> dict[int, dict]:
+    """GRPO's best setting of a world again, on the machine of the runs that are compared with it: seed -> run."""
+    lines = [line for line in results("tried") if line["world"] == section and line["flags"].startswith("repeated")]
+    return {line["seed"]: line for line in lines}
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/branching.md"])
 def test_the_first_table_of_a_page_is_that_of_the_results(page):
     """Calls of GRPO at its best, and the runs that do not hold."""
     table = (ROOT / page).read_text().partition("| calls, of those of GRPO at its best |")[2].partition("\n\n")[0]
     rows = [line.strip("|").split(" | ")[1:] for line in table.splitlines()[2:]]
+    of_another_machine = {("steps", LEAST_SURE), ("silent", LEAST_SURE), ("silent", ONE_FORK)}  # than the record's GRPO
     for section, cells in zip(("anchored", "steps", "unready", "silent"), rows, strict=True):
         runs = named_runs(section)
         reference = strongest_rival(by_setting(compared(section)))
-        for name, cell in zip((GROWING, ONE_ROOT, ONE_FORK), cells, strict=False):
+        for name, cell in zip((LEAST_SURE, ONE_ROOT, ONE_FORK), cells, strict=False):
             if (section, name) == ("anchored", ONE_FORK):  # not compared: of the two runs of the search one failed
                 tried = [line for line in results("frontier") if (line["world"], line["stage"]) == ("signal", 1)]
                 expected = f"fails in the search {failures(by_setting(tried)[Setting.named(name)])}"
-            elif (section, name) == ("silent", ONE_FORK):  # of another machine than the table's GRPO
-                expected = f"{interval(ratios(runs[name], silent_repeats(), 'calls'))} {failures(runs[name])}"
             else:
-                calls = interval(ratios(runs[name], runs[reference.name], "calls"))
-                expected = f"{calls} {failures(runs[name])}"
+                grpo = repeats(section) if (section, name) in of_another_machine else runs[reference.name]
+                expected = f"{interval(ratios(runs[name], grpo, 'calls'))} {failures(runs[name])}"
             assert cell.replace("*", "") == expected, (section, name)
         size = {2: "two", 3: "three", 4: "four"}[reference.group_size]
         anchored = ", anchored" if reference.rule == "grpo_anchored" else ""
         assert cells[3].strip() == f"{size}{anchored} {failures(runs[reference.name])}"
+
+
+def test_all_runs_of_the_config_for_forks_hold():
+    runs = [
+        line
+        for section in ("anchored", "steps", "unready", "silent")
+        for line in named_runs(section)[LEAST_SURE].values()
+    ]
+    assert all(cost(line) for line in runs)
+    for page in ("README.md", "docs/branching.md"):
+        assert f"ll {len(runs)} " in on_page(page)
 
 
 @pytest.mark.parametrize("section", ["anchored", "steps", "unready", "silent"])
@@ -275,11 +292,6 @@ def test_one_root_and_three_forks_take_fewer_calls_than_grpo_at_its_best_and_do_
     assert rank_test(ours, theirs) < 0.05 and ratios(ours, theirs, "calls")["mean"] < 1
     failed, failed_of_theirs = (np.mean([cost(line) is None for line in of.values()]) for of in (ours, theirs))
     assert failed <= failed_of_theirs
-
-
-def silent_repeats() -> dict[int, dict]:
-    """GRPO with two in the silent world, on the machine of the runs with one fork."""
-    return {line["seed"]: line for line in results("tried") if line["world"] == "silent"}
 
 
 @pytest.mark.parametrize(
@@ -332,8 +344,20 @@ def silent_repeats() -> dict[int, dict]:
         ("unready", ONE_ROOT, "grpo_g3_x1", "(1 of 12 fails), {} of those with three (1 of 12 fails),"),
         ("unready", ONE_ROOT, "grpo_g4_x1", "and {} of those with four (0 of 12 fail)"),
         ("unready", "top_h_anchored_g4_r2_x1", "grpo_g2_x1", "Two roots of four take {} of the calls of GRPO with two"),
-        ("unready", "top_h_anchored_g4_r2_x1", "grpo_g2_x1", "and {} where success is rare (six seeds each, all hold)"),
-        ("steps", "top_h_anchored_g4_r2_x1", "grpo_g3_x1", "{} where a step is mostly signal, and"),
+        ("silent", "top_h_anchored_g4_r2_x1", "grpo_g2_x1", "and {} where a wrong way does not end the trail (eight"),
+        (
+            "silent",
+            "top_h_anchored_g4_r2_x1",
+            "grpo_g2_x1",
+            "Two roots of four (`top_h`) take {} of the older runs' (0 of",
+        ),
+        ("unready", "top_h_anchored_g4_r2_x1", "grpo_g2_x1", "{} where success is rare (six seeds each, all hold)"),
+        (
+            "steps",
+            "top_h_anchored_g4_r2_x1",
+            "grpo_g3_x1",
+            "(8 seeds, all hold), {} where a step is mostly signal, 1.23",
+        ),
         (
             "unready",
             GROWING,
@@ -357,7 +381,21 @@ def silent_repeats() -> dict[int, dict]:
         ("silent", ONE_FORK, "grpo_g2_x1", "compares them with GRPO's older runs: {}."),
         ("silent", "at2po_anchored_g2_r1_x1", "grpo_g2_x1", "`at2po` takes {} of those of GRPO's older runs (1 of 8"),
         ("silent", ONE_FORK, ONE_ROOT, "One root and one fork take {} of the calls of one root and three forks (again"),
-        ("silent", "random_g4_r1_x1", "grpo_g2_x1", "Random forks take {} of GRPO 2's calls"),
+        ("silent", LEAST_SURE, "grpo_g2_x1", "{} of those of the older runs, and"),
+        ("silent", LEAST_SURE, ONE_ROOT, "and {} of those of `top_h`. Two roots"),
+        ("silent", ONE_FORK, "random_anchored_g2_r1_x1", "`top_h` takes {} of the calls of random forks, 0.80"),
+        ("silent", ONE_FORK, "arpo_anchored_g2_r1_x1", "{} of those of `arpo`, 0.81"),
+        ("silent", ONE_FORK, "aepo_anchored_g2_x1", "{} of AEPO's, and"),
+        ("silent", ONE_FORK, "threshold_anchored_g2_r1_x1", "{} of the threshold's."),
+        ("silent", "random_g4_r1_x1", "grpo_g2_x1", "without the anchor, takes {} of GRPO 2's calls"),
+        ("unready", LEAST_SURE, "grpo_g2_x1", "(`configs/forks.yaml`) take {} of the calls of GRPO with two (0 of 6"),
+        ("unready", ONE_ROOT, LEAST_SURE, "`top_h` takes {} of theirs: no difference"),
+        ("unready", ONE_ROOT, LEAST_SURE, "calls of `at2po`, and {} where success is rare."),
+        ("anchored", ONE_ROOT, LEAST_SURE, "where a step is mostly noise `top_h` takes {} of the calls of `at2po`"),
+        ("anchored", GROWING, "grpo_anchored_g2_x1", "save where a step is mostly noise: {} of the calls of the best"),
+        ("steps", GROWING, "grpo_g3_x1", "They take {} where a step is mostly signal, and more"),
+        ("unready", GROWING, "grpo_g2_x1", "in the other two worlds: {} and"),
+        ("silent", GROWING, "grpo_g2_x1", "and {}. - **Both halves"),
         ("silent", "top_h_g4_r1_x1", "random_g4_r1_x1", "`top_h` takes {} of theirs"),
     ],
 )
@@ -414,7 +452,7 @@ def test_what_the_page_says_of_the_anchor_is_in_the_results():
         f"Of the {len(failed)} runs above that failed at the usual rate, {len(lost)} had lost moves",
         f"its norm is {np.median([np.nanmedian(early) for early, _ in halves]):.2f}",
         f"One root of four takes {interval(ratios(one_root, ours, 'calls'))} of the calls of growing groups",
-        f"two of four take {interval(ratios(two_roots, runs['grpo_anchored_g2_x1'], 'calls'))} ({len(two_roots)} seeds",
+        f"of four** cost more: {interval(ratios(two_roots, runs['grpo_anchored_g2_x1'], 'calls'))} ({len(two_roots)}",
     ):
         assert text in page, text
     random_forks = interval(ratios(runs["random_anchored_g4_r1_x1"], runs["grpo_anchored_g2_x1"], "calls"))
@@ -429,14 +467,34 @@ def test_what_the_page_says_of_the_anchor_is_in_the_results():
 
 def test_what_is_said_of_one_fork_in_the_silent_world_holds_against_repeats_on_its_own_machine():
     one_fork = named_runs("silent")[ONE_FORK]
-    repeats = silent_repeats()
-    assert [sum(cost(line) is None for line in of.values()) for of in (one_fork, repeats)] == [0, 1]
-    calls = interval(ratios(one_fork, repeats, "calls"))
-    p = f"ranks: p = {rank_test(one_fork, repeats):.3f})"
+    grpo = repeats("silent")
+    assert [sum(cost(line) is None for line in of.values()) for of in (one_fork, grpo)] == [0, 1]
+    calls = interval(ratios(one_fork, grpo, "calls"))
+    p = f"ranks: p = {rank_test(one_fork, grpo):.3f})"
     page = on_page("docs/branching.md", RECORD)
     assert (
         f"with the anchor, take {calls} of the calls of GRPO with two** on the same machine (eight seeds, {p}" in page
     )
+
+
+@pytest.mark.parametrize(
+    ("section", "ours", "text"),
+    [
+        (
+            "steps",
+            LEAST_SURE,
+            "take {} of the calls of GRPO with three on the same machine (eight seeds (0 of 8 fail), ",
+        ),
+        ("silent", LEAST_SURE, "take {} of the calls of GRPO with two on the same machine (0 of 8 fail), "),
+        ("silent", "threshold_anchored_g2_r1_x1", "same machine: threshold {} (1 of 8 fails), AEPO"),
+        ("silent", "aepo_anchored_g2_x1", "AEPO {} (1 of 8 fails), random"),
+        ("silent", "random_anchored_g2_r1_x1", "random {} (0 of 8 fail), `arpo`"),
+        ("silent", "arpo_anchored_g2_r1_x1", "`arpo` {} (1 of 8 fails). `top_h` takes"),
+    ],
+)
+def test_what_is_said_of_runs_on_the_same_machine_is_in_the_results(section, ours, text):
+    calls = interval(ratios(named_runs(section)[ours], repeats(section), "calls"))
+    assert text.format(calls) in on_page(RECORD)
 
 
 def test_the_table_of_echo_is_that_of_its_results():

@@ -91,9 +91,9 @@ def test_a_later_switch_takes_what_earlier_files_said_of_its_knobs_with_it(tmp_p
 @pytest.mark.parametrize(
     ("files", "lost"),
     [
-        (["arpo_top", "qwen3_14b"], "branching.num_initial_rollouts"),
+        (["forks", "qwen3_14b"], "branching.num_initial_rollouts"),
         (["one_gpu", "qwen2.5_7b"], "optim.lr"),
-        (["qwen3_14b", "arpo_top"], ""),
+        (["qwen3_14b", "forks"], ""),
         (["qwen2.5_7b", "arpo", "one_gpu"], ""),
         (["demo_arpo", "demo_hard"], ""),  # two files with a model: the later one is another task
         (["at2po", "qwen2.5_7b"], ""),  # the wrong order, without effect
@@ -116,7 +116,7 @@ def test_a_recipe_that_the_models_file_overrides_is_said_with_the_order_that_kee
 
 def test_of_several_ranks_the_first_alone_says_it(monkeypatch, caplog):
     monkeypatch.setenv("RANK", "1")
-    load_config(RLConfig, [f"{ROOT}/configs/{name}.yaml" for name in ("arpo_top", "qwen3_14b")])
+    load_config(RLConfig, [f"{ROOT}/configs/{name}.yaml" for name in ("forks", "qwen3_14b")])
     assert not caplog.records
 
 
