@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from arpo.config.returned import call_named, checked_instance, checked_tensor
+from arpo.config.returned import call_named, checked_instance, checked_names, checked_tensor
 from arpo.kl import MAX_LOG_RATIO, token_kl
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
@@ -77,6 +77,8 @@ TokenLoss = Callable[[LossInputs, LossConfig], TokenLosses]
 CLIP_METRICS = ("clip_fraction", "clip_fraction_low", "dual_clip_fraction")
 """Metrics of every loss, 0 by default: the shares of loss tokens clipped at the ratio's upper bound, at its lower
 bound, and by the dual clip."""
+RESERVED_METRICS = ("policy", "ratio_max", "approx_kl", "entropy", "kl", "entropy_coefficient")
+"""Other numbers under loss/. No metric of a token loss may have one of these names."""
 
 
 def policy_loss(
@@ -155,6 +157,7 @@ def token_losses(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
     checked_instance(tokens.metrics, f"{option}: TokenLosses.metrics", dict)
     for name, values in tokens.metrics.items():
         checked_tensor(values, f"{option}: TokenLosses.metrics[{name!r}]", shape)
+    checked_names(tokens.metrics, f"{option}: TokenLosses.metrics", RESERVED_METRICS)
     return tokens
 
 
@@ -311,7 +314,9 @@ def sums_and_counts(losses: Tensor, mask: Tensor, aggregation: str) -> tuple[Ten
     shape = (len(mask),)
     checked_tensor(sums, f"{option}: the rows' sums", shape)
     checked_tensor(counts, f"{option}: the rows' counts", shape)
-    return sums, counts
+    # A row without loss tokens only fills an empty micro-batch, so it must not count: not even under an aggregation
+    # that gives every row the same count.
+    return sums, torch.where(mask.bool().any(-1), counts, 0)
 
 
 Aggregation = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
