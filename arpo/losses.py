@@ -48,7 +48,7 @@ class LossInputs:
     entropy: Tensor | None = None
     """(B, T) nats, entropy of the policy's distribution of each token; has a gradient."""
     ref_logprobs: Tensor | None = None
-    """(B, T) nats, log-probabilities under the reference policy, for the KL term."""
+    """(B, T) nats, log-probabilities under the reference policy. None unless loss.kl_coefficient is above 0."""
     rollout_weights: Tensor | None = None
     """(B, T) importance weights of the rollout correction (rollout_correction.py): factors of the token losses."""
     starts_context: Tensor | None = None
