@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from arpo.config.sections import OptimConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state of a parameter, beside `step`. For another optimizer name its state here: checkpoints load only what
+there is from the start."""
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
