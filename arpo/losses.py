@@ -97,7 +97,7 @@ def policy_loss(
     Merge the metrics over micro-batches and ranks. They are the sum `policy` (this share of the policy loss, without KL
     and entropy terms); the means over loss tokens of CLIP_METRICS, `approx_kl` (k3 estimate of KL(old || new)),
     `entropy` and `kl` (to the reference); the maximum `ratio_max`.
-    Raises ValueError if `cfg` needs the entropy and `inputs` lacks it.
+    Raises ValueError if `cfg` needs the entropy or a reference, and `inputs` lacks it.
 
     >>> one = torch.ones(1, 1)
     >>> policy_loss(LossInputs(1.5 * one, 0 * one, one, one), LossConfig())[0].item()    # r = 4.48 is clipped to 1.2
@@ -108,6 +108,8 @@ def policy_loss(
     entropy = inputs.entropy
     if entropy is None and (cfg.entropy_balanced_advantage or cfg.entropy_coefficient):
         raise ValueError("these options need the tokens' entropies; pass LossInputs(entropy=...)")
+    if inputs.ref_logprobs is None and cfg.kl_coefficient and cfg.kl_in == "loss":
+        raise ValueError("loss.kl_coefficient needs a reference, which a run loads if it is above 0 from the start")
     advantages = inputs.advantages.expand_as(inputs.logprobs)
     if cfg.entropy_balanced_advantage:
         # AEPO: A max(1 + weight z, 0) with z = (H - mean) / std. Without the floor at 0 an A could change its sign.
