@@ -337,7 +337,7 @@ def test_a_metric_of_a_custom_loss_has_no_name_of_another_number(tmp_path, name)
 
 
 def test_a_kl_that_a_schedule_switches_on_without_a_reference_is_an_error():
-    """trl #2908 and the edits of the docs: a coefficient that grows from 0 had no effect, since no reference was loaded."""
+    """trl #2908: a coefficient that an edit lets grow from 0 had no effect, since no reference was loaded."""
     with pytest.raises(ValueError, match=r"loss\.kl_coefficient needs a reference"):
         policy_loss(LossInputs(ONE, ONE, ONE, ONE), LossConfig(kl_coefficient=0.1))
     policy_loss(LossInputs(ONE, ONE, ONE, ONE), LossConfig(kl_coefficient=0.1, kl_in="reward"))
