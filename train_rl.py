@@ -203,7 +203,10 @@ def main(cfg: RLConfig) -> None:
 
         # ---- mini-batches of groups; logprobs and values of their tokens before the update; advantages
         minibatches = make_minibatches(batch.groups, update_cfg, cfg.advantage, ranks)
-        metrics.merge(fill_model_outputs(minibatches, models, cfg, timers))
+        model_metrics = fill_model_outputs(
+            minibatches, models, loss_cfg, temperature=cfg.rollout.temperature, timers=timers
+        )
+        metrics.merge(model_metrics)
         metrics.merge(fill_advantages(batch.groups, minibatches, cfg.advantage, loss_cfg=loss_cfg, ranks=ranks))
         # A critic also learns from groups without a gradient for the policy, so with a critic all mini-batches stay.
         if not models.critic:
@@ -381,17 +384,18 @@ def entropies_until(done_steps: int, cfg: RLConfig, ranks: Ranks) -> list[float]
     return [row["loss/entropy"] for _, row in sorted(rows.items())]
 
 
-def fill_model_outputs(minibatches: list[Minibatch], models: Models, cfg: RLConfig, timers: Timers) -> Metrics:
+def fill_model_outputs(
+    minibatches: list[Minibatch], models: Models, loss_cfg: LossConfig, *, temperature: float, timers: Timers
+) -> Metrics:
     """Fill, before the update, each token's logprobs under policy and reference, and the critic's values.
 
     The first mini-batch may get its policy logprobs in its own update: nothing has changed the policy by then.
     """
     metrics = Metrics()
-    temperature = cfg.rollout.temperature
     with timers("old_logprobs"):
-        to_fill = minibatches[1:] if first_update_computes_old_logprobs(cfg.loss) else minibatches
+        to_fill = minibatches[1:] if first_update_computes_old_logprobs(loss_cfg) else minibatches
         for minibatch in to_fill:
-            metrics.merge(fill_old_logprobs(models.policy, minibatch.micros, cfg.loss, temperature))
+            metrics.merge(fill_old_logprobs(models.policy, minibatch.micros, loss_cfg, temperature))
     if models.reference:
         with timers("reference"):
             for minibatch in minibatches:

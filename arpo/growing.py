@@ -267,9 +267,9 @@ class GroupState:
         return Group(self.prompt, trajectories)
 
 
-def record_of(call: Call, trajectory: Trajectory, cfg: RolloutConfig) -> ToolCall:
+def record_of(call: Call, live: Live, cfg: RolloutConfig) -> ToolCall:
     """Return the record of a new call. If the call must not run (malformed, over a limit), the result says why."""
-    over_limit = limit_message(trajectory, call.tag, cfg)
+    over_limit = limit_message(live, call.tag, cfg)
     error_kind = "limit" if over_limit else call.error_kind
     return ToolCall(
         call.tag,
@@ -281,9 +281,9 @@ def record_of(call: Call, trajectory: Trajectory, cfg: RolloutConfig) -> ToolCal
     )
 
 
-def limit_message(trajectory: Trajectory, tag: str, cfg: RolloutConfig) -> str:
+def limit_message(live: Live, tag: str, cfg: RolloutConfig) -> str:
     """Return "", or, if a further call is over a limit, the text that the model reads in place of a result."""
-    tags = [call.tag for call in trajectory.tool_calls]
+    tags = [call.tag for call in live.trajectory.tool_calls]
     if len(tags) >= cfg.max_tool_calls:
         return LIMIT_REACHED.format(limit=cfg.max_tool_calls)
     limit = cfg.call_limits.get(tag)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from arpo.config.returned import call_named, checked_instance, checked_tensor
+from arpo.config.returned import call_named, checked_instance, checked_names, checked_tensor
 from arpo.kl import MAX_LOG_RATIO, token_kl
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
@@ -48,7 +48,7 @@ class LossInputs:
     entropy: Tensor | None = None
     """(B, T) nats, entropy of the policy's distribution of each token; has a gradient."""
     ref_logprobs: Tensor | None = None
-    """(B, T) nats, log-probabilities under the reference policy, for the KL term."""
+    """(B, T) nats, log-probabilities under the reference policy. None unless loss.kl_coefficient is above 0."""
     rollout_weights: Tensor | None = None
     """(B, T) importance weights of the rollout correction (rollout_correction.py): factors of the token losses."""
     starts_context: Tensor | None = None
@@ -77,6 +77,8 @@ TokenLoss = Callable[[LossInputs, LossConfig], TokenLosses]
 CLIP_METRICS = ("clip_fraction", "clip_fraction_low", "dual_clip_fraction")
 """Metrics of every loss, 0 by default: the shares of loss tokens clipped at the ratio's upper bound, at its lower
 bound, and by the dual clip."""
+RESERVED_METRICS = ("policy", "ratio_max", "approx_kl", "entropy", "kl", "entropy_coefficient")
+"""Other numbers under loss/. No metric of a token loss may have one of these names."""
 
 
 def policy_loss(
@@ -95,7 +97,7 @@ def policy_loss(
     Merge the metrics over micro-batches and ranks. They are the sum `policy` (this share of the policy loss, without KL
     and entropy terms); the means over loss tokens of CLIP_METRICS, `approx_kl` (k3 estimate of KL(old || new)),
     `entropy` and `kl` (to the reference); the maximum `ratio_max`.
-    Raises ValueError if `cfg` needs the entropy and `inputs` lacks it.
+    Raises ValueError if `cfg` needs the entropy or a reference, and `inputs` lacks it.
 
     >>> one = torch.ones(1, 1)
     >>> policy_loss(LossInputs(1.5 * one, 0 * one, one, one), LossConfig())[0].item()    # r = 4.48 is clipped to 1.2
@@ -106,6 +108,8 @@ def policy_loss(
     entropy = inputs.entropy
     if entropy is None and (cfg.entropy_balanced_advantage or cfg.entropy_coefficient):
         raise ValueError("these options need the tokens' entropies; pass LossInputs(entropy=...)")
+    if inputs.ref_logprobs is None and cfg.kl_coefficient and cfg.kl_in == "loss":
+        raise ValueError("loss.kl_coefficient needs a reference, which a run loads if it is above 0 from the start")
     advantages = inputs.advantages.expand_as(inputs.logprobs)
     if cfg.entropy_balanced_advantage:
         # AEPO: A max(1 + weight z, 0) with z = (H - mean) / std. Without the floor at 0 an A could change its sign.
@@ -155,6 +159,7 @@ def token_losses(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
     checked_instance(tokens.metrics, f"{option}: TokenLosses.metrics", dict)
     for name, values in tokens.metrics.items():
         checked_tensor(values, f"{option}: TokenLosses.metrics[{name!r}]", shape)
+    checked_names(tokens.metrics, f"{option}: TokenLosses.metrics", RESERVED_METRICS)
     return tokens
 
 
@@ -311,7 +316,9 @@ def sums_and_counts(losses: Tensor, mask: Tensor, aggregation: str) -> tuple[Ten
     shape = (len(mask),)
     checked_tensor(sums, f"{option}: the rows' sums", shape)
     checked_tensor(counts, f"{option}: the rows' counts", shape)
-    return sums, counts
+    # A row without loss tokens only fills an empty micro-batch, so it must not count: not even under an aggregation
+    # that gives every row the same count.
+    return sums, torch.where(mask.bool().any(-1), counts, 0)
 
 
 Aggregation = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -14,6 +14,7 @@ from statistics import pstdev
 from typing import TYPE_CHECKING
 
 from arpo.branching_signal import turns_after_results
+from arpo.config.returned import checked_names
 from arpo.trajectory import Group, Prompt, StopReason, Trajectory
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ def rollout_metrics(
     """
     m = staleness(groups, step)
     m.sum("tools/all/calls", 0)  # so that a step without calls logs 0
-    for name, count in (tool_counts or {}).items():
-        m.sum(f"tools/{name}", count)
     for group in groups:
         rewards = [t.reward for t in group.trajectories if t.is_judged]
         m.mean("group/mixed_share", float(len(set(rewards)) > 1))
@@ -54,6 +53,10 @@ def rollout_metrics(
             if source and trajectory.is_judged and trajectory.accuracy is not None:
                 m.mean(f"accuracy/{source}", trajectory.accuracy)
             _tools(m, trajectory)
+    counts = tool_counts or {}
+    checked_names(counts, "take_counts of a tool", reserved={name.removeprefix("tools/") for name in m.values()})
+    for name, count in counts.items():
+        m.sum(f"tools/{name}", count)
     return m
 
 

@@ -123,7 +123,7 @@ def judges(*but: str, use: tuple[str, ...] = ("arpo", "aepo")) -> Needs:
     return Needs("branching.selector", met=lambda s: s not in ("none", *but) and not is_retrospective(s), use=use)
 
 
-BRANCHES = Needs("branching.selector", not_in=("none",), use=("arpo", "aepo"))
+BRANCHES = Needs("branching.selector", not_in=("none",), use=("arpo", "aepo"), unless_custom=True)
 EXPANDS = Needs("branching.selector", met=is_retrospective, use=RETROSPECTIVE)
 JUDGES = judges()
 WEIGHED = judges("random")

@@ -186,7 +186,7 @@ class Rollout:
     def start_calls(self, live: Live, calls: Sequence[Call]) -> None:
         """Start all calls of the current turn. A call that is malformed or over a limit gets its error at once."""
         for index, call in enumerate(calls):
-            record = record_of(call, live.trajectory, self.cfg)
+            record = record_of(call, live, self.cfg)
             live.trajectory.turns[-1].tool_calls.append(record)
             if record.executed:
                 self.start_call(live, index)

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arpo.config.returned import call_named, checked_instance, checked_tensor
+from arpo.config.returned import call_named, checked_instance, checked_names, checked_tensor
 from arpo.kl import MAX_LOG_RATIO
 from arpo.losses import mean_over_sequence
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
+
+RESERVED_METRICS = ("abs", "kl")
+"""Other numbers under mismatch/. No metric of a correction may have one of these names."""
 
 
 def rollout_weights(
@@ -64,6 +67,7 @@ def corrected(log_weights: Tensor, keep: Tensor, cfg: LossConfig) -> tuple[Tenso
     checked_instance(changed, f"{option}: the changed tokens", dict)
     for key, tokens in changed.items():
         checked_tensor(tokens, f"{option}: the changed tokens {key!r}", shape)
+    checked_names(changed, f"{option}: the changed tokens", RESERVED_METRICS)
     checked_tensor(weights, f"{option}: the weights", shape)
     return weights, changed
 

@@ -13,17 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.edits import ROOT, edited_copy, edits_of, run_in, write_own_file
+from helpers.edits import ROOT, edited_copy, edits_of, make_diffs, run_in, write_own_file
 from helpers.fakes import EchoTool, ScriptedEngine, byte_tokenizer
 from helpers.scripted_rollout import ANSWER, CALL, play
 from helpers.toy_run import build_toy_world, train
+from safetensors.torch import load_file
 
 from arpo.advantages import assign_advantages, token_advantages
 from arpo.config.rewards import RewardConfig
 from arpo.config.tools import ToolsConfig
+from arpo.data.order import make_order
 from arpo.errors import UserError
 from arpo.evals.grading import well_formed
 from arpo.evals.records import SetDump, read_records
+from arpo.log import read_metrics
 from arpo.log.charts import RL_CHARTS
 from arpo.log.trackers import TrackedRun, Trackers
 from arpo.losses import LossInputs, policy_loss
@@ -112,6 +115,35 @@ def test_an_advantage_is_one_file_and_one_flag(tmp_path):
         t.reward = -1.0
     assign_advantages([group], maxrl)
     assert [t.advantage for t in group.trajectories] == [0.0, 0.0, 0.0]
+
+
+def test_parts_of_a_reward_are_normalised_each_by_itself(tmp_path):
+    flags = ["--advantage.kind", f"{write_own_file('An advantage', tmp_path)}:gdpo"]
+    cfg = load_config(RLConfig, [*RL, *flags]).advantage
+    parts = [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
+    trajectories = [
+        Trajectory("p", str(i), [5], [1], [0.0], reward=0.5, reward_parts={"accuracy": accuracy, "format": well_formed})
+        for i, (accuracy, well_formed) in enumerate(parts)
+    ]
+    assign_advantages([Group(Prompt("p", [], []), trajectories)], cfg)
+    third = 3**-0.5  # of three rewards with two alike, the z of these two; the z of the other is twice as large
+    assert [t.advantage for t in trajectories] == pytest.approx([3 * third, 0, -3 * third], abs=1e-5)
+
+
+def test_a_turn_gets_the_rewards_of_its_calls_and_of_all_later_ones_with_plain_grpo(tmp_path):
+    flag = f"{write_own_file('An advantage', tmp_path)}:turn_rewards"
+    cfg = load_config(RLConfig, [*RL, "--advantage.tree", flag, "--branching.selector", "none"]).advantage
+    script = lambda _p, path, turn: CALL if turn < 2 - int(path) else ANSWER  # noqa: E731
+    [group] = play(script, cfg=RolloutConfig(group_size=2))
+    for t, reward in zip(group.trajectories, (1.0, 0.0), strict=True):
+        t.reward = reward
+        for turn in t.turns:
+            turn.tool_calls = [replace(call, info={"reward": 0.5}) for call in turn.tool_calls]
+    assign_advantages([group], cfg)
+    first, second = group.trajectories  # totals 2 and 0.5: the mean is 1.25
+    for t, expected in ((first, [0.75, 0.25, -0.25]), (second, [-0.75, -1.25])):
+        credits = token_advantages(group, cfg.tree, cfg)[t.trajectory_id]
+        assert [set(credits[turn.start : turn.end]) for turn in t.turns] == [{value} for value in expected]
 
 
 def test_a_malformed_call_gets_an_advantage_of_its_own(tmp_path):
@@ -473,6 +505,13 @@ def test_a_reward_and_a_term_are_one_file_and_one_flag(tmp_path):
     assert t.reward == 0.2 and t.reward_parts == {"useful_searches": 1.0}
 
 
+def test_an_order_is_one_file_and_one_flag(tmp_path):
+    prompts = [Prompt(str(i), [], [], meta={"pass_rate": i / 10}) for i in range(11)]
+    order = make_order(f"{write_own_file('An order of prompts', tmp_path)}:Order", prompts, 2, 0)
+    drawn = [index for step in range(order.steps_per_epoch) for index, _ in order.queue(2 * step, 2)]
+    assert sorted(drawn) == list(range(10)) and order.steps_per_epoch == 5
+
+
 def test_a_tracker_is_one_file_and_one_flag(tmp_path):
     name = f"{write_own_file('A tracker', tmp_path)}:Lines"
     cfg = load_config(RLConfig, [*RL, "--run.trackers", name])
@@ -524,6 +563,61 @@ def test_a_run_on_functions_of_a_file_is_to_the_bit_the_run_on_ours(tmp_path):
     assert any(signals)
     assert runs["ours"] == runs["mine"] and len(runs["ours"][0]) > 40
     assert list((world / "runs" / "mine" / "tb").iterdir())  # a tracker's own
+
+
+USE_EDITS = """
+from dataclasses import replace
+from helpers.scripted_rollout import ANSWER, CALL, LONG, NO_BRANCHES, play, prompt
+from arpo.selection import trained_on
+
+once = replace(prompt("once"), meta={"max_tool_calls": 1})
+calls = [CALL, CALL.replace("q", "r"), CALL.replace("q", "r"), ANSWER]
+cfg = replace(LONG, group_size=1)
+for asked in (once, prompt("free")):
+    [group] = play(lambda _prompt, _path, turn: calls[turn], cfg=cfg, branching=NO_BRANCHES, prompts=[asked])
+    [t] = group.trajectories
+    print(asked.prompt_id, t.stop_reason, [call.error_kind for call in t.tool_calls])
+t.stop_reason = "length"
+assert not trained_on(group)
+"""
+
+
+def test_the_edits_of_the_rollout_do_what_they_say(tmp_path):
+    """verl #7697 and webarena #237: repeated calls. trl #3248, NeMo-RL #724: cut responses. Search-R1 #100: limits."""
+    copy = edited_copy(tmp_path, [])
+    make_diffs(copy, "An edit")
+    assert run_in(copy, USE_EDITS) == "once tool_limit [None, 'limit']\nfree tool_limit [None, None]\n"
+
+
+SEEN_STEP = """
+def seen(trajectory, prompt):
+    length = len(trajectory.text)
+    return {"score": length % 3, "accuracy": length % 2, "step": getattr(seen, "step", 0)}
+"""
+
+
+@pytest.mark.slow
+def test_a_run_with_all_edits_of_the_docs_does_what_they_say(tmp_path):
+    world = build_toy_world(tmp_path / "world")
+    (world / "reward.py").write_text(SEEN_STEP)
+    copy = edited_copy(tmp_path, [])
+    make_diffs(copy, "An edit")
+    shutil.copy(ROOT / "arpo/selection.py", copy / "arpo")  # this model's responses are nearly all cut
+    sizes = ["--run.num_steps", "2", "--run.validate_every", "2", "--run.save_every", "1"]
+    once = ["--update.num_prompts_per_minibatch", "4", "--reward.file", f"{world}/reward.py:seen"]
+    anchored = ["--loss.kl_coefficient", "0.1", "--optim.schedule", "constant", "--optim.warmup_ratio", "0"]
+    command = [sys.executable, "train_rl.py", str(world / "config.yaml"), *sizes, *once, *anchored]
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    before, first, second = read_metrics(world / "runs" / "rl")
+    assert before["valid/samples"] == second["valid/samples"] == 4
+    assert (first["reward/step"], second["reward/step"]) == (1, 2)
+    assert first["loss/kl"] == second["loss/kl"] == 0  # the reference was the policy, just before the only update
+    assert 1 <= first["mine/turns"] <= 3
+    begun, ended = (load_file(path / "model.safetensors") for path in (world / "model", world / "runs" / "rl" / "hf"))
+    assert [name for name, weight in begun.items() if torch.equal(weight, ended[name])] == ["model.embed_tokens.weight"]
 
 
 # ---- a benchmark

@@ -4,7 +4,17 @@ import pytest
 import torch
 from helpers.losses import loss_of
 
-from arpo.losses import AGGREGATIONS, TOKEN_LOSSES, EntropyTarget, loss_denominator, mean_and_std, token_moments
+from arpo.errors import UserError
+from arpo.losses import (
+    AGGREGATIONS,
+    TOKEN_LOSSES,
+    EntropyTarget,
+    LossInputs,
+    loss_denominator,
+    mean_and_std,
+    policy_loss,
+    token_moments,
+)
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
 
@@ -302,3 +312,32 @@ def test_a_custom_aggregation_gets_floats_where_only_its_counts_are_asked_for(tm
     )
     mask = torch.tensor([[True, True], [False, False], [True, False]])
     assert loss_denominator(mask, f"{tmp_path / 'own.py'}:row_mean").item() == 2
+
+
+def test_rows_without_a_loss_token_do_not_count_under_a_custom_aggregation(tmp_path):
+    """They fill empty micro-batches. trl #3231 asks for one denominator per sequence, whatever the number of ranks."""
+    (tmp_path / "own.py").write_text(
+        "def per_budget(losses, mask):\n    return losses.sum(-1), losses.new_full((len(mask),), 48.0)\n"
+    )
+    mask = torch.tensor([[True, True], [False, False], [True, False]])
+    assert loss_denominator(mask, f"{tmp_path / 'own.py'}:per_budget").item() == 2 * 48
+
+
+@pytest.mark.parametrize("name", ["policy", "ratio_max", "approx_kl", "entropy", "kl", "entropy_coefficient"])
+def test_a_metric_of_a_custom_loss_has_no_name_of_another_number(tmp_path, name):
+    """The review of trl #5233: such a value was dropped, or replaced the other number."""
+    (tmp_path / "own.py").write_text(
+        "from arpo.losses import TokenLosses\n\n\ndef own(inputs, cfg):\n"
+        f"    return TokenLosses(-inputs.logprobs, inputs.logprobs, {{'{name}': inputs.logprobs}})\n"
+    )
+    ones = torch.ones(1, 1)
+    inputs = LossInputs(ones, ones, ones, ones, entropy=ones, ref_logprobs=ones)
+    with pytest.raises(UserError, match=rf"own\.py:own: TokenLosses\.metrics has '{name}', which is another number's"):
+        policy_loss(inputs, LossConfig(kind=f"{tmp_path / 'own.py'}:own"))
+
+
+def test_a_kl_that_a_schedule_switches_on_without_a_reference_is_an_error():
+    """trl #2908: a coefficient that an edit lets grow from 0 had no effect, since no reference was loaded."""
+    with pytest.raises(ValueError, match=r"loss\.kl_coefficient needs a reference"):
+        policy_loss(LossInputs(ONE, ONE, ONE, ONE), LossConfig(kl_coefficient=0.1))
+    policy_loss(LossInputs(ONE, ONE, ONE, ONE), LossConfig(kl_coefficient=0.1, kl_in="reward"))

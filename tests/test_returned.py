@@ -188,6 +188,34 @@ def test_a_function_that_returns_what_cannot_be_used_is_one_line_before_the_run(
     assert str(caught.value).startswith(f"{option}={name}") and words in str(caught.value), str(caught.value)
 
 
+def test_an_advantage_may_read_parts_of_a_reward_that_nobody_knows_before_the_run(own):
+    """GDPO (trl #4785, verl #5503): the trial failed with a KeyError, because its rewards had one part."""
+    name = own("def f(evidence, cfg): return torch.tensor([t.reward_parts['my_part'] for t in evidence.trajectories])")
+    try_functions(BranchingConfig(), AdvantageConfig(kind=name), LossConfig())
+
+
+def test_a_loss_is_tried_as_a_rank_without_rows_computes_it(own):
+    """A rank with fewer rows than the others computes rows without a loss token. TRL #6439 had to add the same case."""
+    name = own("def f(i, cfg): return TokenLosses(-i.logprobs * i.logprobs[i.mask].max(), i.logprobs)")
+    with pytest.raises(
+        UserError, match=r"^loss\.kind=mine0\.py:f failed \(RuntimeError: max\(\): Expected reduction dim"
+    ):
+        try_functions(BranchingConfig(), AdvantageConfig(), LossConfig(kind=name))
+    name = own("def f(i, cfg): return TokenLosses(-i.logprobs / i.logprobs[i.mask].mean(), i.logprobs)")
+    with pytest.raises(
+        UserError, match=r"mine1\.py:f .*: for rows without a loss token the loss, or its gradient, is not"
+    ):
+        try_functions(BranchingConfig(), AdvantageConfig(), LossConfig(kind=name))
+
+
+def test_a_loss_is_tried_without_a_reference_if_the_run_has_none(own):
+    """On-policy distillation (verl #4897): the loss failed after the first rollout."""
+    name = own("def f(i, cfg): return TokenLosses(i.logprobs - i.ref_logprobs, i.logprobs)")
+    with pytest.raises(UserError, match=r"^loss\.kind=mine0\.py:f failed \(TypeError"):
+        try_functions(BranchingConfig(), AdvantageConfig(), LossConfig(kind=name))
+    try_functions(BranchingConfig(), AdvantageConfig(), LossConfig(kind=name, kl_coefficient=1e-9))
+
+
 # ---- selectors
 
 
@@ -382,6 +410,17 @@ def test_an_order_must_draw_prompts_that_there_are(own, method, words):
     with pytest.raises(UserError) as caught:
         add_groups(make_order(own(source), prompts, 2, 0), [])
     assert str(caught.value).startswith("data.order: f.") and words in str(caught.value)
+
+
+def test_an_order_of_some_prompts_must_say_which(own):
+    """verl #2314 is for such samplers. The indices of the part were taken for those of all: others were drawn."""
+    source = "class f(PromptOrder):\n    def __init__(self, p, n, s):\n        super().__init__(3, n, s, option='n')\n"
+    prompts = [Prompt(str(i), [], []) for i in range(4)]
+    with pytest.raises(UserError, match=r"mine0\.py:f knows 3 of the 4 prompts, but its `queue` does not say which; "):
+        make_order(own(source), prompts, 2, 0)
+    queue = "    def queue(self, n, c): return [(i + 1, after) for i, after in super().queue(n, c)]\n"
+    order = make_order(own(source + queue), prompts, 2, 0)
+    assert {index for step in range(4) for index, _ in order.queue(2 * step, 2)} == {1, 2, 3}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.losses import loss_of
 
+from arpo.errors import UserError
 from arpo.options import LossConfig
 from arpo.rollout_correction import rollout_weights
 
@@ -94,3 +95,13 @@ def test_the_corrected_gradient_is_unbiased_where_no_bound_holds():
         gradients.append(torch.autograd.grad(total, logits)[0])
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().max() > 0.01 and math.isfinite(gradients[0].sum().item())
+
+
+@pytest.mark.parametrize("name", ["kl", "abs"])
+def test_a_metric_of_a_custom_correction_has_no_name_of_another_number(tmp_path, name):
+    """It was averaged with mismatch/kl, without a word (the review of trl #5233 found the same in its table)."""
+    (tmp_path / "own.py").write_text(
+        f"pair = (lambda log_weights, mask: log_weights), (lambda weights, cfg: (weights, {{'{name}': weights > 2}}))\n"
+    )
+    with pytest.raises(UserError, match=f"the changed tokens has '{name}', which is another number's name; rename it"):
+        weights_of(f"{tmp_path / 'own.py'}:pair")

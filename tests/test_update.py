@@ -2,24 +2,27 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers.models import assert_close_by_name, build_tiny_model, cfg_of
+from helpers.models import assert_close_by_name, build_tiny_model, cfg_of, random_rows
 from helpers.ranks import mesh_of_one, run_ranks
 from helpers.updates import CASES, GRPO, filled, make_groups, take_step
 
 from arpo import losses
 from arpo.advantages import GroupEvidence, grpo
+from arpo.batch import collate
 from arpo.config.sections import UpdateConfig
 from arpo.model import load_policy
 from arpo.model.attention import resolve_layout
 from arpo.options import AdvantageConfig, LossConfig
-from arpo.ranks import Ranks
+from arpo.ranks import Ranks, Timers
 from arpo.ranks.ranks import make_group
 from arpo.trajectory import Group, Prompt
 from arpo.update import (
+    Minibatch,
     drop_if_no_gradient,
     entropy_statistics,
     fill_advantages,
@@ -27,6 +30,7 @@ from arpo.update import (
     first_update_computes_old_logprobs,
     make_minibatches,
 )
+from train_rl import fill_model_outputs
 
 CPU = torch.device("cpu")
 # world size, tokens per micro-batch, order of groups and trajectories, layout
@@ -324,3 +328,14 @@ def test_a_step_of_dead_groups_moves_nothing_and_one_mixed_group_is_enough(world
     cases.append((dead, LossConfig(kind=f"{losses.__file__}:reinforce"), 2))
     for rewards, loss, expected in cases:
         assert run_ranks(world_size, updates_of_a_step, rewards, loss) == [expected] * world_size
+
+
+def test_a_bound_that_changes_in_the_loop_holds_for_all_minibatches():
+    """The first one takes it in its update. trl #3036: schedules are edits of the loop."""
+    far = lambda micro, temperature: (micro.rollout_logprobs + 1.0, micro.rollout_logprobs)  # noqa: E731
+    minibatches = [Minibatch([], [], [collate(random_rows())]) for _ in range(2)]
+    models = SimpleNamespace(policy=far, reference=None, critic=None)
+    loss_cfg = LossConfig(rollout_correction="tis", correction_high=1.25)
+    fill_model_outputs(minibatches, models, loss_cfg, temperature=1.0, timers=Timers())
+    assert minibatches[0].micros[0].rollout_weights is None
+    assert minibatches[1].micros[0].rollout_weights.max() == 1.25

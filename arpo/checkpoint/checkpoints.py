@@ -19,7 +19,7 @@ import shutil
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -132,13 +132,15 @@ class Checkpoints:
 
         The world size may change. The optimizer's settings (weight decay, betas) come from the config, not from the
         checkpoint. Raises UserError if there are checkpoints but none is intact, or if the newest intact one is of
-        another model.
+        another model, or has weights or state of the optimizer that would not be loaded.
         """
         folder = self._newest_intact()
         if folder is None:
             return 0
         with errors_of_all_ranks(f"{folder}: cannot be loaded; are model.path and model.lora_rank those of the run?"):
-            dcp.load(live_tensors(policy, optimizer, critic), storage_reader=SafeReader(folder))  # in place
+            tensors = live_tensors(policy, optimizer, critic)
+            dcp.load(tensors, storage_reader=SafeReader(folder))  # in place
+        check_nothing_is_left(folder, tensors)
         try:
             random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError):  # the checksum is right, so `write` did not make this file
@@ -187,6 +189,23 @@ class Checkpoints:
 def verify(folder: Path) -> str | None:
     """Check size and checksum of every file in the manifest, without other ranks. Return the problem, or None."""
     return manifest.find_problem(folder, manifest.read(folder))
+
+
+def check_nothing_is_left(folder: Path, tensors: dict[str, Any]) -> None:
+    """Raise UserError if the checkpoint has weights, or state of the optimizer, that `tensors` lacks: DCP skips them.
+
+    Then frozen weights would be those of model.path again, and an optimizer would begin without its momentum.
+    """
+    known = {f"model.{weight}" for weight in tensors["model"]}
+    for weight, state in tensors["optimizer"].items():
+        known |= {f"optimizer.{weight}.{name}" for name in state}
+    saved = SafeReader(folder).read_metadata().state_dict_metadata
+    left = [name for name in sorted(saved) if name.startswith(("model.", "optimizer.")) and name not in known]
+    if left:
+        raise UserError(
+            f"{folder}: {left[0]} would not be loaded. Freeze weights from the start of a run on; and if the optimizer "
+            "is another one, name its state in MOMENTS (arpo/model/optim.py)"
+        )
 
 
 @contextlib.contextmanager

@@ -34,6 +34,8 @@ from functools import cache
 from math import inf, isinf, isnan
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
+from arpo.config.named import is_own
+
 # ---- the facts
 
 
@@ -65,9 +67,12 @@ class Needs:
         met: Callable[[Any], bool] | None = None,
         use: object = (),
         say: str = "",
+        unless_custom: bool = False,
     ):
         """`owner`: key of the setting. `use`: one or more values that give the knob an effect; the default is `values`
-        or `has`. `say`: the words of the error message, if `use` as text does not say enough."""
+        or `has`. `say`: the words of the error message, if `use` as text does not say enough. `unless_custom`: a custom
+        value of the knob (FILE.py:NAME) does not need the setting. A tree credit of ours gives nothing new without
+        branches, but a custom one can judge the turns of a trajectory."""
         self.owner = owner
         self.values = values
         self.not_in = not_in
@@ -75,6 +80,7 @@ class Needs:
         self.met = met
         self.use = (use if isinstance(use, tuple) else (use,)) or values or has
         self.say = say
+        self.unless_custom = unless_custom
 
     @property
     def examples(self) -> tuple[object, ...]:
@@ -202,6 +208,8 @@ def ignored(cfg: object) -> list[Ignored]:
     found = []
     for knob in [knob for knob, value in values.items() if value != defaults[knob]]:
         for need in of_kind(Needs, facts[knob]):
+            if need.unless_custom and is_own(str(values[knob])):
+                continue
             if need.owner in values and not need.is_met(values[need.owner]):
                 now = "empty" if values[need.owner] in ("", ()) else values[need.owner]
                 message = f"{knob}={values[knob]} is ignored unless {need.wanted()} (it is {now})"

@@ -1,28 +1,38 @@
-"""Maps option names of TRL and verl to our settings. The error for a foreign flag names our setting."""
+"""Maps option names of TRL, verl and the released code to our settings, for the error of a foreign flag."""
 
 from __future__ import annotations
 
 OURS = {
     "adv_estimator": "advantage.kind",
     "batch_size": "data.num_prompts_per_step",
+    "beam_size": "branching.max_branches_per_turn",
     "beta": "loss.kl_coefficient",
+    "branch_probability": "branching.base",
+    "call_limit": "rollout.max_tool_calls",
     "clip_ratio": "loss.clip_low",
+    "clip_ratio_c": "loss.dual_clip",
     "clip_ratio_high": "loss.clip_high",
     "clip_ratio_low": "loss.clip_low",
     "dataset_name": "data.train",
+    "enable_dynamic_rollouts": "branching.dynamic_budget",
     "entropy_coeff": "loss.entropy_coefficient",
+    "entropy_weight": "branching.weight",
     "epsilon": "loss.clip_low",
     "epsilon_high": "loss.clip_high",
     "eval_steps": "run.validate_every",
     "experiment_name": "run.name",
+    "importance_sampling_level": "loss.kind",
+    "initial_rollouts": "branching.num_initial_rollouts",
     "kl_loss_coef": "loss.kl_coefficient",
     "learning_rate": "optim.lr",
     "lora_r": "model.lora_rank",
     "loss_agg_mode": "loss.aggregation",
+    "max_assistant_turns": "rollout.max_tool_calls",
     "max_completion_length": "rollout.max_response_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
     "max_response_length": "rollout.max_response_tokens",
     "max_steps": "run.num_steps",
+    "max_turns": "rollout.max_tool_calls",
     "model_name_or_path": "model.path",
     "n": "rollout.group_size",
     "num_generations": "rollout.group_size",
@@ -32,11 +42,14 @@ OURS = {
     "output_dir": "run.dir",
     "per_device_train_batch_size": "data.num_prompts_per_step",
     "ppo_epochs": "update.num_epochs",
+    "ppo_max_token_len_per_gpu": "update.max_tokens_per_microbatch",
     "ppo_mini_batch_size": "update.num_prompts_per_minibatch",
     "report_to": "run.trackers",
     "reward_funcs": "reward.file",
+    "reward_weights": "reward.terms",
     "save_freq": "run.save_every",
     "save_steps": "run.save_every",
+    "scale_rewards": "advantage.normalize",
     "tensor_model_parallel_size": "engine.tensor_parallel",
     "test_freq": "run.validate_every",
     "total_epochs": "run.num_epochs",
@@ -45,6 +58,6 @@ OURS = {
     "val_files": "data.valid",
     "vllm_gpu_memory_utilization": "engine.gpu_memory_utilization",
 }
-"""Last part of a key in TRL or verl -> our key."""
+"""Last part of a key there -> our key."""
 SECTIONS = {"eval": "evaluate.py", "ablation": "extras.ablation", "critic": "train_rl.py", "rollout": "train_rl.py"}
 """Section of a file -> the script that reads the section."""

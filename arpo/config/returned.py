@@ -137,6 +137,13 @@ def checked_values(value: object, subject: str, keys: Iterable[str]) -> Sequence
     return [found[key] for key in keys]
 
 
+def checked_names(values: Iterable[str], subject: str, reserved: Iterable[str]) -> None:
+    """Raise UserError if a name in `values` is the name of another logged number."""
+    for name in values:
+        if name in reserved:
+            raise UserError(f"{subject} has {name!r}, which is another number's name; rename it")
+
+
 def whole_text(text: str) -> str:
     r"""Return the text as UTF-8 can encode it. Half of a character (a lone surrogate) becomes U+FFFD. Two halves that
     belong together become the character.

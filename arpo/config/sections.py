@@ -54,7 +54,9 @@ class RunConfig:
     """train_rl.py: end the run at an alarm: entropy, gradient norm, response length, share of calls that ran, or spread
     of a group's rewards is far from the values of the last steps. That step is not saved. The message names the newest
     checkpoint from before the alarm."""
-    stop_at_accuracy: Annotated[float | None, Between(0, 1)] = None
+    stop_at_accuracy: Annotated[
+        float | None, Between(0, 1), Needs("data.valid", use="FILE"), Needs("run.validate_every", use=5)
+    ] = None
     """train_rl.py: end the run, as after its last step, once a validation has this valid/accuracy; None = never."""
     dump_every: Annotated[int, AtLeast(0)] = 10
     """Steps between full trajectory dumps (the last step is always dumped); 0 = never."""

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 
-from arpo.config.named import brief
+from arpo.config.named import OWN, brief
 from arpo.config.returned import call_custom, call_named, checked_instance, checked_integer, checked_number
 from arpo.errors import UserError
 from arpo.trajectory import Group, Prompt
@@ -92,6 +92,13 @@ def make_order(name: str, prompts: Sequence[Prompt], num_per_step: int, seed: in
     order = call_named("data.order", name, ORDERS, prompts, num_per_step, seed)
     checked_instance(order, f"data.order={name}", PromptOrder)
     next_prompts(order, 0, num_per_step, len(prompts))
+    own_classes = [kind for kind in type(order).__mro__ if kind.__module__.startswith(OWN)]
+    has_own_queue = any("queue" in vars(kind) for kind in own_classes)
+    if not has_own_queue and order.num_prompts != len(prompts):
+        raise UserError(
+            f"data.order={name} knows {order.num_prompts} of the {len(prompts)} prompts, but its `queue` does not say "
+            "which; define `queue`, or give super().__init__ all prompts"
+        )
     return order
 
 

@@ -183,6 +183,7 @@ def summarize(groups: list[Group], *, seed: int = 0) -> dict[str, float]:
     accuracy/SOURCE: the same per data source, if there are several.
     pass@k: unbiased. A sample is solved if its accuracy is 1 (an exact answer).
     reward: mean over the trajectories with a reward.
+    reward/PART: mean of each other part of the reward, over the trajectories that have it.
     well_formed: mean of the reward's format part. Missing if the reward has no format part.
     unscored: number of trajectories without a reward, if there are any. Without an accuracy they count as wrong, as in
         an evaluation. Otherwise a reward that skips bad answers, or a broken judge, would raise the accuracy.
@@ -208,9 +209,14 @@ def summarize(groups: list[Group], *, seed: int = 0) -> dict[str, float]:
     num_unscored = len(trajectories) - len(rewards)
     if num_unscored:
         scores["unscored"] = num_unscored
-    formats = [t.reward_parts["format"] for t in trajectories if "format" in t.reward_parts]
-    if formats:
-        scores["well_formed"] = mean(formats)
+    by_part: dict[str, list[float]] = defaultdict(list)
+    for t in trajectories:
+        for part, value in t.reward_parts.items():
+            by_part[part].append(value)
+    by_part.pop("accuracy", None)
+    if "format" in by_part:
+        scores["well_formed"] = mean(by_part.pop("format"))
+    scores |= {f"reward/{part}": mean(values) for part, values in by_part.items()}
     return scores | {
         "tool_calls": mean(len(t.tool_calls) for t in trajectories),
         "failed_tool_calls": mean(sum(not call.ok for call in t.tool_calls) for t in trajectories),

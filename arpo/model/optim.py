@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from arpo.config.sections import OptimConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state of a parameter, beside `step`. For another optimizer name its state here: checkpoints load only what
+there is from the start."""
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
@@ -93,11 +95,13 @@ def lr_factor(update: int, num_updates: int, cfg: OptimConfig) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, update: int, num_updates: int, cfg: OptimConfig) -> float:
-    """Set and return the learning rate of optimizer step `update`."""
-    lr = cfg.lr * lr_factor(update, num_updates, cfg)
+    """Set the learning rate of optimizer step `update`. Return the rate of parameters without a rate of their own."""
+    factor = lr_factor(update, num_updates, cfg)
     for group in optimizer.param_groups:
-        group["lr"] = lr
-    return lr
+        # a group may have been built with another rate than cfg.lr; the schedule multiplies this rate
+        peak_lr = group.setdefault("initial_lr", group["lr"])
+        group["lr"] = peak_lr * factor
+    return cfg.lr * factor
 
 
 def num_not_finite(model: nn.Module) -> int:

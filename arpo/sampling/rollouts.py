@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arpo.branching_signal import BranchingSignal
+from arpo.config.returned import checked_names
 from arpo.config.sections import RunConfig
 from arpo.data import PromptOrder
 from arpo.data.order import add_groups, next_prompts
@@ -176,7 +177,9 @@ class Rollouts:
         verdict = self.health.judge(sampled, self.num_drawn_before)
         warnings = [self.signal.warning, verdict.warning]
         if verdict.may_train:  # else the rewards say more about the tools than about the prompts
-            values |= add_groups(self.order, sampled)
+            of_order = add_groups(self.order, sampled)
+            checked_names(of_order, "data.order: the metrics of `add`", reserved=metrics.values())
+            values |= of_order
             # under until_mixed the rewards decide which groups have branches, so these cannot be compared with roots
             if not self.sampler.branching.until_mixed:
                 values |= self.worth.add(sampled)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from arpo.config.sections import RunConfig
+from arpo.errors import UserError
 from arpo.evals.scores import summarize
 from arpo.log import RunLog
 from arpo.sampling.sampler import Sampler
@@ -49,8 +50,15 @@ class Validation:
         self.log.trajectories(step, groups, kind="valid")
         values = {f"valid/{name}": value for name, value in summarize(groups, seed=self.run.seed).items()}
         target = self.run.stop_at_accuracy
-        accuracy = values.get("valid/accuracy", 0.0)
-        if target is not None and accuracy >= target and step:
+        if target is None:
+            return values
+        if "valid/accuracy" not in values:
+            raise UserError(
+                f"run.stop_at_accuracy={target} is never reached: the reward has no accuracy. Let it return a dict "
+                "with `accuracy` (docs/extending.md#a-reward)"
+            )
+        accuracy = values["valid/accuracy"]
+        if accuracy >= target and step:
             self.has_reached_target = True
             self.log.line(f"step {step}: valid/accuracy {accuracy:.3f} has reached run.stop_at_accuracy={target}; done")
         return values

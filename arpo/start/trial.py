@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from dataclasses import replace
 
 import torch
@@ -45,7 +46,8 @@ def made_up_group(prompt: Prompt | None = None) -> Group:
     _add_turn(branch, [9] * NUM_TOKENS)
     for t, reward in ((root, 1.0), (branch, 0.0), (other, 0.0)):
         t.reward = reward
-        t.reward_parts = {"accuracy": reward}
+        # a custom reward has other parts, whose names are not known yet: they are 0.0
+        t.reward_parts = defaultdict(float, accuracy=reward)
         t.stop_reason = StopReason.EOS
         t.check()
     return Group(prompt, [root, branch, other])
@@ -137,7 +139,7 @@ def try_loss(cfg: LossConfig) -> None:
         advantages=advantages,
         mask=mask,
         entropy=-old,
-        ref_logprobs=old - 0.1,
+        ref_logprobs=old - 0.1 if cfg.kl_coefficient else None,  # as in the run
         rollout_weights=None,
     )
     if is_own(cfg.kl_estimator):
@@ -151,10 +153,19 @@ def try_loss(cfg: LossConfig) -> None:
     loss.backward()
     _must_be_finite(logprobs.grad, f"{what}: the gradient")
 
+    # A rank with fewer micro-batches than the others gets an empty one: its row has no loss token.
+    empty = replace(inputs, mask=torch.zeros_like(mask))
+    loss, _ = policy_loss(empty, replace(cfg, kl_in="reward"), denominator=1.0)
+    loss.backward()
+    for values in (loss, logprobs.grad):
+        _must_be_finite(values, f"{what}: for rows without a loss token the loss, or its gradient,", "")
 
-def _must_be_finite(values: torch.Tensor, what: str) -> None:
+
+def _must_be_finite(
+    values: torch.Tensor, what: str, where: str = " for two rows of ordinary numbers, one of which is shorter"
+) -> None:
     if not values.isfinite().all():
-        raise UserError(f"{what} is not finite for two rows of ordinary numbers, one of which is shorter")
+        raise UserError(f"{what} is not finite{where}")
 
 
 def try_context(cfg: RolloutConfig, codec: Codec) -> None:

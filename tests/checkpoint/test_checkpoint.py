@@ -136,6 +136,22 @@ def test_the_optimizers_settings_are_those_of_the_config_not_of_the_checkpoint(t
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
 
 
+@pytest.mark.parametrize("edit", ["frozen weights", "another optimizer"])
+def test_what_an_edited_run_would_not_load_is_one_line(tiny_model_dir, saved, edit):
+    """verl #6320 and trl #78: weights frozen later were those of model.path again, and SGD went on without momentum."""
+    with mesh_of_one() as mesh:
+        policy, optimizer = load(mesh, tiny_model_dir)
+        if edit == "frozen weights":
+            policy.hf.get_input_embeddings().requires_grad_(False)
+            optimizer = build_optimizer(policy, OptimConfig())
+        for state in optimizer.state.values() if edit == "another optimizer" else ():
+            del state["exp_avg_sq"]
+        left = {"frozen weights": r"model\.model\.embed_tokens", "another optimizer": r"optimizer\..*exp_avg_sq"}[edit]
+        with pytest.raises(UserError, match=rf"step_000003: {left}.* would not be loaded") as error:
+            Checkpoints(saved, ranks_of(mesh)).resume(policy, optimizer)
+    assert "\n" not in str(error.value)
+
+
 def test_a_checkpoint_of_another_model_is_one_line(saved, tmp_path):
     other = build_tiny_model(tmp_path, tied=False)
     with (

@@ -147,7 +147,7 @@ def test_the_scores_of_own_files_are_those_of_training_to_the_digit(tmp_path):
     score_groups(groups, RewardConfig(), tools=("python", "search"))
     records = saved(tmp_path, groups, "own", "reward")
     scores = benchmark_scores(records, grade_records(records, metric="reward"), seed=3)
-    expected = summarize(groups, seed=3)
+    expected = {name: score for name, score in summarize(groups, seed=3).items() if name != "reward/tool_bonus"}
     assert 0 < expected["accuracy"] < 1 and {name: scores[name] for name in expected} == expected
 
 

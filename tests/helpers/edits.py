@@ -90,3 +90,19 @@ def run_in(folder: Path, code: str) -> str:
         return printed.getvalue()
 
     return in_processes(work)[0]
+
+
+def make_diffs(folder: Path, title: str) -> None:
+    """Make the edits of a section that shows them as differences. `--- FILE` begins the lines of a file.
+
+    Raises AssertionError where the lines before an edit are not in the file exactly once.
+    """
+    section = (ROOT / "docs" / "extending.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    for block in re.findall(r"```diff\n(.*?)```", section, flags=re.DOTALL):
+        for edit in re.split(r"^--- ", block, flags=re.MULTILINE)[1:]:
+            name, *lines = edit.splitlines()
+            before = "".join(line[1:] + "\n" for line in lines if line[0] in " -")
+            after = "".join(line[1:] + "\n" for line in lines if line[0] in " +")
+            text = (folder / name).read_text()
+            assert text.count(before) == 1, f"{name} has these lines {text.count(before)} times:\n{before}"
+            (folder / name).write_text(text.replace(before, after))

@@ -41,6 +41,13 @@ def test_a_reward_that_does_not_say_what_is_right_is_not_called_accuracy(tmp_pat
     assert "reward>0 1.00" in line and "valid reward +0.200" in line and "solved" not in line
 
 
+def test_a_validation_has_the_parts_of_the_reward(tmp_path):
+    """lmm-r1 #13 and verl #366 ask for them: of a validation only the total was logged."""
+    scores = summarize([scored(tmp_path, "{'score': 0.2, 'accuracy': 1, 'format': 0, 'brevity': 0.5}")])
+    assert scores["reward/brevity"] == 0.5 and (scores["accuracy"], scores["well_formed"]) == (1.0, 0.0)
+    assert [name for name in scores if name.startswith("reward/")] == ["reward/brevity"]
+
+
 @pytest.mark.parametrize("accuracy", [0, 1])
 def test_a_reward_that_says_what_is_right_is_believed(tmp_path, accuracy):
     group = scored(tmp_path, f"{{'score': 0.2 - {accuracy}, 'accuracy': {accuracy}}}")

@@ -53,6 +53,15 @@ def test_the_rate_is_set_for_all_groups():
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
 
 
+def test_the_schedule_multiplies_the_rate_of_a_group_that_has_its_own():
+    """flair #2641: the schedule overwrote the rates of all groups, and nothing told."""
+    optimizer = build_optimizer(nn.Linear(2, 2), OptimConfig(lr=0.5))
+    optimizer.param_groups[1]["lr"] = 0.25
+    for update, rates in enumerate(([0.125, 0.0625], [0.25, 0.125], [0.375, 0.1875], [0.5, 0.25])):
+        assert set_learning_rate(optimizer, update, 4, OptimConfig(lr=0.5, warmup_ratio=1.0)) == rates[0]
+        assert [group["lr"] for group in optimizer.param_groups] == rates
+
+
 def test_only_matrices_are_decayed():
     model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2), nn.LayerNorm(2))
     for p in model.parameters():

@@ -90,3 +90,13 @@ def test_steps_in_which_tools_fail_are_not_trained_on_and_the_third_in_a_row_end
     with pytest.raises(UserError, match=r"tools failed in .* of the trajectories, in 3 batches in a row; "):
         rollouts.raise_if_broken()
     assert rollouts.state()["num_drawn"] == 0 and rollouts.rank_state() is None  # nothing was learnt of them
+
+
+def test_a_metric_of_an_order_has_no_name_of_another_number(begin):
+    """It was lost, because the other number is written later (the review of trl #5233 found such a case)."""
+    rollouts = begin("dealt")
+    rollouts.order.add = lambda groups: {"reward/mean": -5.0}
+    with pytest.raises(
+        UserError, match=r"^data\.order: the metrics of `add` has 'reward/mean', which is another number"
+    ):
+        rollouts.next(1, Timers())

@@ -12,6 +12,7 @@ from helpers.stateful import ForkedNotes, Notes, shared_texts
 
 from arpo.config.sections import RunConfig
 from arpo.data import PromptOrder
+from arpo.errors import UserError
 from arpo.log import Console, RunLog, read_metrics
 from arpo.options import AdvantageConfig, BranchingConfig, RolloutConfig
 from arpo.ranks import Timers
@@ -85,6 +86,22 @@ def test_a_run_ends_at_the_first_validation_that_is_good_enough(sampler_with, tm
     log.close()
     assert step == last_step and rollouts.must_stop == (target == 0.0)
     assert capsys.readouterr().out.count("validation 5/5") == 1
+
+
+def test_a_target_that_the_reward_cannot_reach_ends_the_run_before_its_first_step(sampler_with, tmp_path):
+    """NeMo-RL #3404: a metric that a validation does not report. The run went on to its last step."""
+
+    def without_accuracy(groups):
+        score(groups)
+        for t in (t for group in groups for t in group.trajectories):
+            t.reward_parts = {}
+
+    sampler = sampler_with(random_tree, [EchoTool("search")], CFG, BRANCHES, score=without_accuracy)
+    rollouts = Rollouts(sampler, PromptOrder(len(PROMPTS), 4, 0, option="n"), PROMPTS, KEEP, num_steps=3)
+    log = RunLog(tmp_path, RunConfig(), is_main=True)
+    with pytest.raises(UserError, match=r"^run\.stop_at_accuracy=0\.5 is never reached: the reward has no accuracy"):
+        rollouts.validate_on(PROMPTS[:5], log, RunConfig(stop_at_accuracy=0.5), done_steps=0)
+    log.close()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -67,7 +67,7 @@ GENERAL = {  # values that a setting of a type may have
     bool: (False, True),
     int: (0, 1, 5),
     float: (0.0, 0.25, 0.5, 1.0),
-    str: ("", OWN, "x", "{}", WORDS["FILE.py:NAME=ADDRESS"]),
+    str: ("", OWN, "x", "{}", "hard", WORDS["FILE.py:NAME=ADDRESS"]),
     tuple: ((), ("format=1",), (f"{OWN}=1",)),
 }
 
@@ -166,11 +166,18 @@ def needed(root: type, knob: str) -> dict[str, object]:
 def test_a_knob_is_refused_while_what_it_needs_is_off_and_accepted_while_it_is_on(name, knob, owner):
     root = next(root for root in ROOTS if root.__name__ == name)
     default = defaults(root)[knob]
-    on = another(root, knob, MINIMUM[root] | needed(root, knob), fits=lambda value: value != default)
-    assert ignored(build(root, on)) == []
     [need] = [need for need in needs_of(knob) if need.owner == owner]
+    free = (OWN,) if need.unless_custom else ()
+    on = another(root, knob, MINIMUM[root] | needed(root, knob), fits=lambda value: value not in (default, *free))
+    assert ignored(build(root, on)) == []
     off = another(root, owner, on, fits=lambda value: not need.is_met(value))
     assert any(one.knob == knob and f"is ignored unless {owner}" in one.message for one in ignored(build(root, off)))
+
+
+def test_a_custom_tree_credit_needs_no_branches():
+    """verl #7244 and SkyRL #201 want rewards by turn, with plain GRPO."""
+    settings = MINIMUM[RLConfig] | {"branching.selector": "none", "advantage.tree": OWN}
+    assert ignored(build(RLConfig, settings)) == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """YAML and flags into a frozen config; every mistake is one line that names the place and the fix."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,6 +130,14 @@ def test_the_defaults_are_the_papers_7b_recipe():
 
 def test_the_names_of_others_are_answered_with_settings_that_are_there():
     assert set(OURS.values()) <= field_names(RLConfig).keys()
+
+
+def test_the_names_of_the_released_code_are_answered_as_the_docs_say():
+    """ARPO #7 asks what call_limit is. `beam_size` and `entropy_weight` were answered with settings of other things."""
+    table = (ROOT / "docs" / "training.md").read_text().split("## Names in the released code\n")[1]
+    rows = [re.findall(r"`([\w.]+)`", row) for row in table.splitlines() if row.startswith("| `")]
+    said = {there: here for row in rows for there, here in zip(row[: len(row) // 2], row[len(row) // 2 :], strict=True)}
+    assert {name: OURS[name] for name in said} == said and len(said) == 8
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,14 @@ def test_counts_of_several_tools_are_added_also_where_they_are_0_or_below():
     assert take_counts(tools) == {"hits": 0, "balance": -1.5} and "hits" in take_counts(tools)
 
 
+@pytest.mark.parametrize("name", ["calls_per_trajectory", "all/calls", "search/seconds_p95"])
+def test_a_count_of_a_tool_has_no_name_of_another_number(groups, name):
+    """It was added to the other number, or ended the run with a traceback (the review of trl #5233)."""
+    with pytest.raises(UserError, match=f"^take_counts of a tool has '{name}', which is another number's name; rename"):
+        rollout_metrics(groups, tool_counts={name: 5})
+    assert rollout_metrics(groups, tool_counts={"search/hits": 5})["tools/search/hits"] == 5
+
+
 @pytest.mark.parametrize(
     ("counts", "why"),
     [
