@@ -501,6 +501,18 @@ def test_what_is_said_of_runs_on_the_same_machine_is_in_the_results(section, our
     assert text.format(calls) in on_page(RECORD)
 
 
+def test_what_is_said_of_a_threshold_with_one_fork_is_in_the_results():
+    name = "threshold_anchored_g2_r1_x1"
+    runs = {section: named_runs(section)[name] for section in ("anchored", "steps", "unready", "silent")}
+    rivals = {section: named_runs(section)[strongest_rival(by_setting(compared(section))).name] for section in runs}
+    rivals["silent"] = repeats("silent")
+    calls = [ratios(runs[section], rivals[section], "calls")["mean"] for section in runs]
+    failed = [cost(line) is None for of_setting in runs.values() for line in of_setting.values()]
+    share = f"{sum(failed)} of {len(failed)} runs"
+    said = f"{min(calls):.2f} to {max(calls):.2f} of GRPO's calls in the four worlds, but {share} do not hold"
+    assert said in on_page("docs/branching.md")
+
+
 def test_the_table_of_echo_is_that_of_its_results():
     without = by_setting(compared("signal"))[Setting.named("grpo_g4_x1")]
     text = (ROOT / "docs/extending.md").read_text()
