@@ -269,24 +269,26 @@ def test_calls_under_way_and_sessions_come_back(carrying, tags):
 
 
 def test_files_that_cannot_be_used_are_refused_in_one_line(carrying, tmp_path):
-    carry = carrying(world(3), [EchoTool("search"), EchoTool("python")], CARRIES, NONE, num_prompts=2)
+    carry, fresh = (
+        carrying(world(3), [EchoTool("search"), EchoTool("python")], CARRIES, NONE, num_prompts=2) for _ in range(2)
+    )
     prompts = [prompt(f"p{i}") for i in range(4)]
     train(carry, prompts, 1, 1, 3)
     files = saved(carry, tmp_path)
     with pytest.raises(UserError, match=r"rollout.carry_over=0 would drop; set it to 1$"):
         check_nothing_is_left(files)
     with pytest.raises(UserError, match=r"does not fit data.train .*; give the run the prompts that it had$"):
-        restore(carry, files, prompts[:1])
+        restore(fresh, files, prompts[:1])
     train(carry, prompts, 2, 2, 2, num_drawn=4)
-    carry.team = Team(Ranks(1, 2, torch.device("cpu"), mesh=None))  # each rank names its own file
+    fresh.team = Team(Ranks(1, 2, torch.device("cpu"), mesh=None))  # each rank names its own file
     with pytest.raises(UserError, match=r"carried_00000.json.gz: does not fit data.train"):
-        restore(carry, [tmp_path / "of rank 0", *files], prompts[:1])
-    carry.team = carry.sampler.team
+        restore(fresh, [tmp_path / "of rank 0", *files], prompts[:1])
+    fresh.team = fresh.sampler.team
     check_nothing_is_left(saved(carry, tmp_path))  # the run had ended
     files[0].write_bytes(gzip.compress(b'{"num_drawn": 1}'))
-    for read in (check_nothing_is_left, lambda files: restore(carry, files, prompts)):
+    for read in (check_nothing_is_left, lambda files: restore(fresh, files, prompts)):
         with pytest.raises(UserError, match=r"carried_00000.json.gz: cannot be read \(not a file of carried groups\)"):
             read(files)
     files[0].write_bytes(gzip.compress(b"{")[:-3])
     with pytest.raises(UserError, match=r"carried_00000.json.gz: cannot be read"):
-        restore(carry, files, prompts)
+        restore(fresh, files, prompts)
