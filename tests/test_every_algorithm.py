@@ -193,7 +193,7 @@ UNNOTICED = {
                        "critic.warmup_steps"],
     "branching.selector": ["advantage.tree", "branching.dynamic_budget", "branching.max_branches_per_turn",
                            "branching.num_initial_rollouts", "branching.until_mixed"],
-    "data.valid": ["data.num_valid_prompts"],
+    "data.valid": ["data.num_valid_prompts", "run.stop_at_accuracy"],
     "eval.benchmarks": ["eval.data_dir"],
     "eval.server": ["engine.async_scheduling", "engine.cuda_graphs", "engine.dtype", "engine.gpu_memory_utilization",
                     "engine.kv_cache_gib", "engine.max_num_batched_tokens", "engine.model_runner",
@@ -206,6 +206,7 @@ UNNOTICED = {
     "reward.compat": ["reward.bonus_tools"],
     "reward.terms": ["reward.bonus_tools", "reward.compat", "reward.file"],
     "rollout.temperature": ["rollout.top_p"],
+    "run.validate_every": ["run.stop_at_accuracy"],
     "tools.names": ["tools.search.cache"],
     "tools.search.backend": ["tools.search.deadline_s"],
 }  # fmt: skip
