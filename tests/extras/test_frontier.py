@@ -282,6 +282,17 @@ def test_all_runs_of_the_config_for_forks_hold():
     assert all(cost(line) for line in runs)
     for page in ("README.md", "docs/branching.md"):
         assert f"ll {len(runs)} " in on_page(page)
+        assert "In the last two worlds its interval reaches beyond 1" in on_page(page)
+    upper_ends = [
+        ratios(named_runs(section)[LEAST_SURE], grpo, "calls")["high"]
+        for section, grpo in (
+            ("anchored", named_runs("anchored")["grpo_anchored_g2_x1"]),
+            ("steps", repeats("steps")),
+            ("unready", named_runs("unready")["grpo_g2_x1"]),
+            ("silent", repeats("silent")),
+        )
+    ]
+    assert [end > 1 for end in upper_ends] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("section", ["anchored", "steps", "unready", "silent"])
