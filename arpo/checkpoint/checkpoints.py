@@ -140,7 +140,7 @@ class Checkpoints:
         with errors_of_all_ranks(f"{folder}: cannot be loaded; are model.path and model.lora_rank those of the run?"):
             tensors = live_tensors(policy, optimizer, critic)
             dcp.load(tensors, storage_reader=SafeReader(folder))  # in place
-        check_nothing_is_left(folder, tensors)
+        check_all_is_loaded(folder, tensors)
         try:
             random_states = torch.load(folder / RANDOM_STATES, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError):  # the checksum is right, so `write` did not make this file
@@ -191,7 +191,7 @@ def verify(folder: Path) -> str | None:
     return manifest.find_problem(folder, manifest.read(folder))
 
 
-def check_nothing_is_left(folder: Path, tensors: dict[str, Any]) -> None:
+def check_all_is_loaded(folder: Path, tensors: dict[str, Any]) -> None:
     """Raise UserError if the checkpoint has weights, or state of the optimizer, that `tensors` lacks: DCP skips them.
 
     Then frozen weights would be those of model.path again, and an optimizer would begin without its momentum.
