@@ -77,10 +77,9 @@ def tune(runs: Runs, world: str, args: argparse.Namespace, rule: str) -> Setting
 
 
 def best_settings(runs: Runs, world: str, args: argparse.Namespace) -> list[Setting]:
-    """Return the best setting of each rule. The search runs in this world, or in the world named by `settings_of`."""
-    tuned_in = WORLDS[world].settings_of or world
+    """Return the best setting of each rule. The rules that are not searched for use the best setting of top_h."""
     with ThreadPoolExecutor(len(args.tuned)) as threads:
-        found = threads.map(partial(tune, runs, tuned_in, args), args.tuned)
+        found = threads.map(partial(tune, runs, world, args), args.tuned)
         best = dict(zip(args.tuned, found, strict=True))
     return [best.get(rule) or following(best["top_h"], rule) for rule in args.rules]
 

@@ -22,17 +22,17 @@ class World:
     rates: tuple[float, ...] = (1, 2, 4)
     """Factors of the learning rate 7e-4 to try."""
     max_steps: int = 72
-    settings_of: str = ""
-    """World to take the best settings from; "" = search in this world."""
 
 
 WORLDS = {
     "steps": World(),  # limited by the number of steps
     "signal": World(num_prompts=2, rates=(0.5, 1, 2), max_steps=80),  # limited by the noise of its gradients
     # limited by a move missing in the demonstrations: success is rare at first
-    "unready": World("long_unready", settings_of="steps"),
+    "unready": World("long_unready"),
     # like the first world, but a wrong way does not end the trail
-    "silent": World("long_silent", settings_of="steps"),
+    "silent": World("long_silent"),
+    # like the first world, but the first turn decides, too
+    "first": World("long_first"),
 }
 POSITIONS = f"{ROOT / 'extras/ablation/positions.py'}:positions"
 ROOTS = f"{ROOT / 'extras/ablation/positions.py'}:roots"

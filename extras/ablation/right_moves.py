@@ -41,13 +41,13 @@ class RightTrace(LongTrace):
         return next(iter(shares))
 
 
-def right_trajectory(world: LongWorld, code: str) -> str:
+def right_trajectory(world: LongWorld, question: Question) -> str:
     """Return the right trajectory's text."""
 
     def search(query: str) -> str:
         return f"Page 1: {query} is {world.told[query.removeprefix('trail ')]}"
 
-    return RightTrace(search, Question("trail", "", "", entity=code), random.Random(0)).write()
+    return RightTrace(search, question, random.Random(0)).write()
 
 
 class RightMoves:
@@ -60,14 +60,15 @@ class RightMoves:
         self.model = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=torch.float32, trust_remote_code=False
         ).eval()
-        rows = [self._row(world, code) for code, _ in world.trails["test"][:NUM_TRAILS]]
+        questions = [world.question_of(*trail) for trail in world.trails["test"][:NUM_TRAILS]]
+        rows = [self._row(world, question) for question in questions]
         width = max(len(ids) for ids, _ in rows)
         self.ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])  # (B, T)
         self.turn = torch.tensor([turn + [-1] * (width - len(turn)) for _, turn in rows])
         """(B, T) Number of the sampled turn that a token belongs to; -1 elsewhere."""
         self.decisive: list[list[bool]] = [
-            [part.startswith("<think>try") for part in self._parts(right_trajectory(world, code))[::2]]
-            for code, _ in world.trails["test"][:NUM_TRAILS]
+            [part.startswith("<think>try") for part in self._parts(right_trajectory(world, question))[::2]]
+            for question in questions
         ]
 
     @staticmethod
@@ -75,13 +76,13 @@ class RightMoves:
         """Split into turns and results, alternately."""
         return re.split(r"( <result>.*?</result>)", text, flags=re.DOTALL)
 
-    def _row(self, world: LongWorld, code: str) -> tuple[list[int], list[int]]:
+    def _row(self, world: LongWorld, question: Question) -> tuple[list[int], list[int]]:
         """Return the tokens of prompt and right trajectory, and the turn of each token (-1: not sampled)."""
-        message = {"role": "user", "content": f"where does trail {code} end?"}
+        message = {"role": "user", "content": question.text}
         prompt = self.tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
         ids = self._encode(prompt)
         turn = [-1] * len(ids)
-        for index, part in enumerate(self._parts(right_trajectory(world, code))):
+        for index, part in enumerate(self._parts(right_trajectory(world, question))):
             new = self._encode(part)
             is_result = index % 2 == 1
             ids = ids + new

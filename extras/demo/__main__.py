@@ -17,10 +17,11 @@ from typing import Any
 from arpo.start.load import run_or_exit
 from extras.demo.report import report
 
-TASKS = ("plain", "hard", "long", "long_silent", "long_unready", "notes")
+TASKS = ("plain", "hard", "long", "long_silent", "long_unready", "long_first", "notes")
 TASKS_HELP = (
     "hard = results may be ambiguous; long = chains of nine calls; long_silent = the same, nothing says so if lost; "
     "long_unready = long, imitation does not teach to copy the answer; "
+    "long_first = long, the first turn decides, too; "
     "notes = long, in contexts of three calls"
 )
 

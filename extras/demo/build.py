@@ -30,7 +30,7 @@ from extras.demo import long as demo_long
 from extras.demo import notes as demo_notes
 from extras.demo import world as demo_world
 from extras.demo.hard import HardTrace, HardWorld
-from extras.demo.long import LongTrace, LongWorld, SilentWorld, UnreadyWorld
+from extras.demo.long import FirstWorld, LongTrace, LongWorld, SilentWorld, UnreadyWorld
 from extras.demo.notes import NEXT_CONTEXT, NOTES, NotesTrace, NotesWorld
 from extras.demo.world import Demonstrator, Question, Trace, World
 
@@ -41,6 +41,7 @@ TASKS: dict[str, tuple[type[World], type[Trace]]] = {
     "long": (LongWorld, LongTrace),
     "long_silent": (SilentWorld, LongTrace),
     "long_unready": (UnreadyWorld, LongTrace),
+    "long_first": (FirstWorld, LongTrace),
     "notes": (NotesWorld, NotesTrace),
 }
 NUM_TRACES = {"sft_train": 20000, "sft_valid": 200}  # configs/demo_sft.yaml reads each one once

@@ -15,6 +15,7 @@ result, and are certain after imitation. So forks at a place gain much, and fork
 In `LongWorld` a wrong way ends at once ("lost"). In `SilentWorld` it continues in the same manner, to another end.
 In `UnreadyWorld` an end has three digits. The model reads digits in pairs, so only answers of right trails have a
 single digit. Imitation does not teach the model to copy it, and few trajectories succeed at first.
+In `FirstWorld` the question tells the first place: "trail 4827 is lake. where does it end?" So the first turn decides.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class LongWorld(World):
         """Write the search results of the right moves of a new trail. Return its number and its end."""
         num_searches = rng.randint(*NUM_SEARCHES)
         end = str(rng.randint(*self.ends))
-        forks = _places(num_searches, rng)
+        forks = self.places(num_searches, rng)
         start = code = name = next(self._codes)
         for left in range(num_searches - 1, -1, -1):  # searches after this one
             if name == code:
@@ -92,8 +93,17 @@ class LongWorld(World):
 
     def question(self, rng: random.Random, part: str, family: str | None = None) -> Question:
         """Draw a trail of `part` ("train" | "test")."""
-        code, end = rng.choice(self.trails[part])
+        return self.question_of(*rng.choice(self.trails[part]))
+
+    def question_of(self, code: str, end: str) -> Question:
+        """Return the question for the end of a trail."""
         return Question("trail", f"where does trail {code} end?", end, entity=code)
+
+    def places(self, num_searches: int, rng: random.Random) -> tuple[int, ...]:
+        """Draw the one or two searches that reach a place: not the first, not the last, and not two in a row."""
+        inner = range(1, num_searches - 1)
+        pairs = [(one, two) for one in inner for two in inner if two - one > 1]
+        return rng.choice(pairs) if rng.random() < 0.5 else (rng.choice(inner),)
 
 
 class SilentWorld(LongWorld):
@@ -108,11 +118,15 @@ class UnreadyWorld(LongWorld):
     ends = (100, 999)
 
 
-def _places(num_searches: int, rng: random.Random) -> tuple[int, ...]:
-    """Draw the one or two searches that reach a place: not the first, not the last, and not two in a row."""
-    inner = range(1, num_searches - 1)
-    pairs = [(one, two) for one in inner for two in inner if two - one > 1]
-    return rng.choice(pairs) if rng.random() < 0.5 else (rng.choice(inner),)
+class FirstWorld(LongWorld):
+    """The same trails, but the first place is the beginning, and the question tells which place this is."""
+
+    def question_of(self, code: str, end: str) -> Question:
+        place = self.told[code]
+        return Question("trail", f"trail {code} is {place}. where does it end?", end, entity=code, attribute=place)
+
+    def places(self, num_searches: int, rng: random.Random) -> tuple[int, ...]:
+        return (0, *super().places(num_searches, rng)[1:])
 
 
 class LongTrace(Trace):
@@ -122,21 +136,20 @@ class LongTrace(Trace):
 
     def write(self) -> str:
         code = name = self.question.entity
-        thought = "go on"
+        word, rest = self.question.attribute or "next", code  # what the question tells, like a search result
         while True:
-            self.think(thought)
-            word, _, rest = self.told(f"trail {name}").partition(" ")
             if word in HABITS:
                 way = self.pick(HABITS[word])
-                thought = f"try {way}"
+                self.think(f"try {way}")
                 name = f"{code} {way}"
             elif word == "next":
+                self.think("go on")
                 code = name = rest
-                thought = "go on"
             else:
                 self.think("found" if word == "end" else "lost")
                 self.answer(rest or "0")
                 return self.text
+            word, _, rest = self.told(f"trail {name}").partition(" ")
 
     def told(self, query: str) -> str:
         """Search, and return the result: "next 3391", "lake", "end 5170", ..."""

@@ -9,9 +9,9 @@ from arpo.rewards import score
 from arpo.tools.search.bm25 import Bm25Index
 from extras.ablation.right_moves import RightTrace
 from extras.demo import build as demo
-from extras.demo.long import HABITS, NUM_SEARCHES, LongTrace, LongWorld, SilentWorld, UnreadyWorld
+from extras.demo.long import HABITS, NUM_SEARCHES, FirstWorld, LongTrace, LongWorld, SilentWorld, UnreadyWorld
 
-WORLDS = {"long": LongWorld, "long_silent": SilentWorld, "long_unready": UnreadyWorld}
+WORLDS = {"long": LongWorld, "long_silent": SilentWorld, "long_unready": UnreadyWorld, "long_first": FirstWorld}
 
 
 @pytest.fixture(scope="module", params=WORLDS)
@@ -33,8 +33,10 @@ def test_right_moves_lead_to_the_answer_in_six_to_nine_searches_of_which_one_or_
         question = world.question(rng, rng.choice(["train", "test"]))
         text = walk(world, question, RightTrace)
         assert score(text, [question.answer], "demo").parts["accuracy"] == 1.0
-        searches[text.count("<search>")] += 1
+        searches[text.count("<search>") + isinstance(world, FirstWorld)] += 1
         decisive[text.count("<think>try")] += 1
+        # the question tells what the first search would have
+        assert text.startswith("<think>try") == isinstance(world, FirstWorld) == ("is" in question.text.split()[:3])
     assert set(searches) == set(range(NUM_SEARCHES[0], NUM_SEARCHES[1] + 1)) and min(searches.values()) > 40
     assert set(decisive) == {1, 2} and min(decisive.values()) > 100
 
@@ -48,8 +50,9 @@ def test_a_wrong_way_is_lost_at_once_or_looks_like_the_right_one(world):
         assert ("is lost" in text) == (not is_right and not world.is_silent)
         num_searches[text.count("<search>")] += 1
         for place, (right, *_) in HABITS.items():
-            ways[place] += text.count(f"is {place}\n")
-            ways[right, place] += sum(f"<think>try {right}" in part[:60] for part in text.split(f"is {place}\n")[1:])
+            _, *after_place = (question.text + text).split(f" is {place}")
+            ways[place] += len(after_place)
+            ways[right, place] += sum(f"<think>try {right}" in part[:60] for part in after_place)
     if world.is_silent:
         assert set(num_searches) == set(range(NUM_SEARCHES[0], NUM_SEARCHES[1] + 1))
     for place, (right, *_) in HABITS.items():
@@ -61,8 +64,8 @@ def test_held_out_trails_share_no_place_with_those_of_training(world):
     for part in ("train", "test"):
         names[part] = set()
         for code, end in world.trails[part]:
-            question = type("Question", (), {"entity": code, "answer": end})()
             asked = [code]
+            question = world.question_of(code, end)
             LongTrace(lambda q, a=asked: a.append(q) or told_by(world)(q), question, random.Random(0)).write()
             names[part] |= {name.removeprefix("trail ").split()[0] for name in asked}
     assert not names["train"] & names["test"]

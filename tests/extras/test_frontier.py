@@ -33,7 +33,6 @@ from extras.ablation.frontier_runs import KEPT, Runs, cost, step_learnt, tuning_
 from extras.ablation.frontier_settings import GROUP_SIZES, ROOT, RULES, WITHOUT_ROOTS, WORLDS, Setting, World
 from extras.ablation.right_moves import RightMoves, right_trajectory
 from extras.demo import build as demo
-from extras.demo.long import LongWorld
 from train_rl import RLConfig
 
 SIZES = dict(zip(GROUP_SIZES, (3.0, 2.0, 1.0, 1.5, 2.0, 4.0), strict=True))
@@ -620,18 +619,18 @@ def test_positions_are_counted_from_a_runs_dumps(tmp_path):
     assert control.counted(tmp_path) == {1: 2 * num_branches} and num_branches == 3
 
 
-@pytest.mark.slow
-def test_the_probabilities_are_those_of_a_plain_forward_pass(tmp_path, monkeypatch):
+@pytest.mark.parametrize("task", ["long", "long_first"])
+def test_the_probabilities_are_those_of_a_plain_forward_pass(task, tmp_path, monkeypatch):
     """Of a model that is untrained."""
-    tokenizer, _ = demo.write_data(tmp_path, 0, "long")
+    tokenizer, _ = demo.write_data(tmp_path, 0, task)
     for part in (demo.build_model(tokenizer, 0), tokenizer):
         part.save_pretrained(tmp_path / "model")
-    (tmp_path / "stamp.json").write_text(json.dumps({"task": "long", "seed": 0}))
+    (tmp_path / "stamp.json").write_text(json.dumps({"task": task, "seed": 0}))
     measure = RightMoves(str(tmp_path / "model"), tmp_path)
-    world, tokenizer = LongWorld(0), AutoTokenizer.from_pretrained(tmp_path / "model")
-    code, _ = world.trails["test"][0]
-    text = right_trajectory(world, code)
-    asked = [{"role": "user", "content": f"where does trail {code} end?"}]
+    world, tokenizer = demo.TASKS[task][0](0), AutoTokenizer.from_pretrained(tmp_path / "model")
+    question = world.question_of(*world.trails["test"][0])
+    text = right_trajectory(world, question)
+    asked = [{"role": "user", "content": question.text}]
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(ids + text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     assert measure.ids[0, : len(ids)].tolist() == ids  # cut into turns, the text has the same tokens
@@ -646,4 +645,4 @@ def test_the_probabilities_are_those_of_a_plain_forward_pass(tmp_path, monkeypat
     assert alone["right/decisive"] == pytest.approx(np.mean(np.exp(total[True])), rel=1e-3)
     assert alone["right/certain"] == pytest.approx(np.mean(np.exp(total[False])), rel=1e-3)
     assert alone["right/trail"] == pytest.approx(np.exp(sum(total[True]) + sum(total[False])), rel=1e-3)
-    assert sum(measure.decisive[0]) == text.count("<think>try")
+    assert sum(measure.decisive[0]) == text.count("<think>try") and measure.decisive[0][0] == (task == "long_first")
