@@ -46,6 +46,7 @@ class RLConfig:
     """All knobs of train_rl.py. The defaults are the paper's 7B reasoning recipe (ARPO)."""
 
     SCRIPT: ClassVar[str] = "train_rl"
+    """Name of the script. In config files it heads the settings for this script only (docs/training.md)."""
     run: RunConfig = field(default_factory=lambda: RunConfig(name="rl"))
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -164,7 +165,7 @@ def main(cfg: RLConfig) -> None:
     team = form_team(ranks, cfg.engine.tensor_parallel, cfg.model.path)
     env = Environment(cfg.model, cfg.protocol, cfg.tools, team=team, rollout=cfg.rollout)
     prompts = env.prompts(cfg.data.train, cfg.data)
-    valid_prompts = env.prompts(cfg.data.valid, cfg.data)[: cfg.data.num_valid_prompts or None]
+    valid_prompts = env.prompts(cfg.data.valid, cfg.data)[: cfg.data.num_valid_prompts or None]  # 0: all of them
     order = make_order(cfg.data.order, prompts, cfg.data.num_prompts_per_step, seed=run.seed)
     num_steps = run.num_steps or run.num_epochs * order.steps_per_epoch
     score = Scoring(cfg.reward, team, env.codec, max_response_tokens=cfg.rollout.max_response_tokens)
@@ -202,6 +203,7 @@ def main(cfg: RLConfig) -> None:
         metrics.merge(batch.local_metrics)
 
         # ---- mini-batches of groups; logprobs and values of their tokens before the update; advantages
+        # `batch.groups` are the groups to train on, `batch.sampled` all groups of the step
         minibatches = make_minibatches(batch.groups, update_cfg, cfg.advantage, ranks)
         model_metrics = fill_model_outputs(
             minibatches, models, loss_cfg, temperature=cfg.rollout.temperature, timers=timers
@@ -213,12 +215,12 @@ def main(cfg: RLConfig) -> None:
             minibatches = drop_if_no_gradient(minibatches, loss_cfg, ranks)
 
         # ---- update: one optimizer step per mini-batch
-        # update_models calls `dump` if a gradient is not finite, before the error ends the run
         dump = partial(log.trajectories, step, batch.sampled, kind="nonfinite")
         with timers("update"):
-            metrics.merge(
-                update_models(models, minibatches, step=step, loss_cfg=loss_cfg, cfg=cfg, ranks=ranks, dump=dump)
+            update_metrics = update_models(
+                models, minibatches, step=step, loss_cfg=loss_cfg, cfg=cfg, ranks=ranks, before_nonfinite_error=dump
             )
+        metrics.merge(update_metrics)
 
         # ---- the engine, asleep since the rollout, gets the new policy
         with timers("sync"):
@@ -232,7 +234,8 @@ def main(cfg: RLConfig) -> None:
         values |= ranks.step_times(timers)
         values |= ranks.reduce_metrics(metrics).values()
         if noise:
-            values |= noise.of_step(step, batch.groups, step_sketches(models.policy, minibatches, ranks))
+            sketches = step_sketches(models.policy, minibatches, ranks)
+            values |= noise.of_step(step, batch.groups, sketches)
         is_final = step == num_steps or rollouts.must_stop or stop.agreed(ranks)
         log.scalars(step, values | speeds(values, ranks.world_size), distributions(batch.sampled))
         if run.dump_every and (is_final or step % run.dump_every == 0):
@@ -252,7 +255,7 @@ def main(cfg: RLConfig) -> None:
 
 
 def check_start(cfg: RLConfig, ranks: Ranks) -> None:
-    """Raise UserError if the ranks, the memory, the user's functions, or the critic and the reference do not fit."""
+    """Log the devices. Raise UserError if they, a user's function, the critic or the reference do not fit the run."""
     try_functions(cfg.branching, cfg.advantage, cfg.loss)
     dtypes = {"model.compute_dtype": cfg.model.compute_dtype, "engine.dtype": cfg.engine.dtype}
     ranks.log_devices(dtypes, attention_backend(cfg.model, ranks.device))
@@ -286,7 +289,7 @@ class Models:
     policy: Policy
     optimizer: Optimizer
     num_updates: int
-    """Optimizer steps of the policy in the whole run, for its learning rate's schedule."""
+    """Optimizer steps of the policy in the run, for its learning rate's schedule. The critic's warm-up has none."""
     critic: TrainedCritic | None
     """None unless the advantages need one (advantage.kind)."""
     reference: Policy | None
@@ -296,18 +299,13 @@ class Models:
 def load_models(cfg: RLConfig, ranks: Ranks, num_updates: int) -> Models:
     """Load the policy with its optimizer, and critic and reference if the algorithm has any. Collective.
 
-    num_updates: optimizer steps of the run.
+    num_updates: optimizer steps of the run, with the critic's warm-up.
     """
     seed_everything(cfg.run.seed + ranks.rank)
-    policy = load_policy(
-        cfg.model,
-        ranks.mesh,
-        device=ranks.device,
-        max_model_len=cfg.max_model_len,
-        seed=cfg.run.seed,
-    )
+    # the same seed on all ranks, because LoRA's adapters must begin with the same weights
+    policy = load_policy(cfg.model, ranks.mesh, device=ranks.device, max_model_len=cfg.max_model_len, seed=cfg.run.seed)
     optimizer = build_optimizer(policy, cfg.optim)
-    if cfg.update.measure_noise:
+    if cfg.update.measure_noise:  # the updates fill the sketch, and `step_sketches` reads it
         policy.sketch = GradientSketch(policy.hf.config.get_text_config().hidden_size, ranks.device)
     critic = None
     if cfg.advantage.needs_critic:
@@ -329,6 +327,7 @@ def load_models(cfg: RLConfig, ranks: Ranks, num_updates: int) -> Models:
 
 def start_engine(cfg: RLConfig, policy: Policy, seed: int) -> Engine:
     """Return vLLM with the policy's weights."""
+    # load_weights=False: the folder's weights would be overwritten at once
     engine = Engine(cfg.model.path, cfg.engine, max_model_len=cfg.max_model_len, seed=seed, load_weights=False)
     engine.sync_weights(policy.hf_parameters())
     return engine
@@ -348,19 +347,20 @@ def open_log(cfg: RLConfig, ranks: Ranks, done_steps: int) -> RunLog:
 
 
 def log_plan(cfg: RLConfig, num_steps: int, log: RunLog, *, tokenizer) -> None:
-    """Log the expected branching, warnings, the calls' cost, and why RUN/best will be missing."""
-    log.line(checks.forecast(cfg.rollout, cfg.branching))
-    for warning in checks.warnings_of(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss):
-        log.line(warning)
-    calls = expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step)
-    if calls:
-        log.line(calls)
-    for warning in filter(None, (why_no_best(cfg.run, cfg.data.valid), why_no_end(cfg.model.path, tokenizer))):
-        log.line(warning)
+    """Log the expected branching and cost of tool calls, and warnings about the settings and the model's folder."""
+    lines = [
+        checks.forecast(cfg.rollout, cfg.branching),
+        *checks.warnings_of(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss),
+        expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step),
+        why_no_best(cfg.run, cfg.data.valid),
+        why_no_end(cfg.model.path, tokenizer),
+    ]
+    for line in filter(None, lines):  # without "", which says that there is nothing to report
+        log.line(line)
 
 
 def make_sampler(cfg: RLConfig, engine: Engine, env: Environment, *, score: Scoring, log: RunLog) -> Sampler:
-    """Return all that the rollouts of the run share."""
+    """Return the sampler: engine, tools and settings of all rollouts of the run."""
     return Sampler(
         engine=engine,
         tools=env.tools,
@@ -389,7 +389,8 @@ def fill_model_outputs(
 ) -> Metrics:
     """Fill, before the update, each token's logprobs under policy and reference, and the critic's values.
 
-    The first mini-batch may get its policy logprobs in its own update: nothing has changed the policy by then.
+    The first mini-batch may get its policy logprobs in its own update: nothing has changed the policy by then. The
+    metrics are the distance of the policy's logprobs to vLLM's.
     """
     metrics = Metrics()
     with timers("old_logprobs"):
@@ -415,18 +416,18 @@ def update_models(
     loss_cfg: LossConfig,
     cfg: RLConfig,
     ranks: Ranks,
-    dump: Callable[[], None],
+    before_nonfinite_error: Callable[[], None],
 ) -> Metrics:
     """Do one optimizer step per mini-batch, for policy and critic, `update.num_epochs` times over. Collective.
 
-    dump: called before a gradient that is not finite ends the run.
+    before_nonfinite_error: called before the UserError that ends the run if a gradient is not finite.
     """
     metrics = Metrics()
     for index, minibatch in enumerate(minibatches * cfg.update.num_epochs):
         # Counted from the step, not from the updates done: a step with fewer mini-batches must not delay the schedule.
         update_index = (step - 1) * cfg.num_updates_per_step + index
         name = f"step {step}, mini-batch {index + 1}"
-        with reported_if_not_finite(name, minibatch.micros, cfg.run.folder, ranks, also=dump):
+        with reported_if_not_finite(name, minibatch.micros, cfg.run.folder, ranks, also=before_nonfinite_error):
             if models.critic:
                 metrics.merge(models.critic.update(minibatch.micros, update_index, ranks))
             # while the critic warms up (warmup_steps is 0 without a critic), the policy is not trained

@@ -108,9 +108,9 @@ def branch_points(groups: Sequence[Group]) -> Iterator[tuple[float, float]]:
         by_id = {t.trajectory_id: t for t in group.trajectories if t.is_judged}
         for branch in by_id.values():
             parent = by_id.get(branch.parent_id)
-            turn = next((turn for turn in parent.turns if turn.start == branch.fork_at), None) if parent else None
-            if turn and turn.entropy is not None:
-                yield turn.entropy, float(branch.reward != parent.reward)
+            for turn in parent.turns if parent else ():
+                if turn.start == branch.fork_at and turn.entropy is not None:
+                    yield turn.entropy, float(branch.reward != parent.reward)
 
 
 def decisions(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, BranchDecision]]:

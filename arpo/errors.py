@@ -21,7 +21,7 @@ class Outage(UserError):
 
 
 class PrintableRecord(logging.LogRecord):
-    """A log record with control characters written out. Set for the whole process, libraries included."""
+    """A log record with control characters written out. All loggers of the process make it, those of libraries too."""
 
     def getMessage(self) -> str:
         return printable(super().getMessage())

@@ -69,6 +69,14 @@ class Live:
         return len(self.trajectory.turns) - 1
 
     @property
+    def is_decision_due(self) -> bool:
+        """True if a branch decision is to be taken on the tool result before the current turn.
+
+        None is taken at a child's first own turn, or on a root that must not branch.
+        """
+        return self.group.budget.next_decision.get(self.path) == self.turn_index
+
+    @property
     def owner(self) -> tuple[str, str]:
         """Unique name of the trajectory: prompt_id and trajectory_id."""
         return self.group.prompt.prompt_id, self.trajectory.trajectory_id
@@ -107,6 +115,17 @@ class Live:
         turn = trajectory.turns[-1]
         turn.end = len(trajectory.token_ids)
         turn.result_end = turn.end
+
+    def set_entropy(self, entropy: float) -> None:
+        """Set the current turn's entropy (nats). This is now the newest evidence."""
+        entropies = tuple(self.entropies)
+        turn = self.trajectory.turns[-1]
+        turn.entropy = entropy
+        turn.token_entropies = list(entropies)
+        # Without earlier evidence this turn counts as the first turn. That is right for a root. It is wrong for a
+        # retrospective fork, but there no rule reads the evidence.
+        earlier = self.evidence or Evidence(entropies, entropies, entropy=entropy, root_entropy=entropy)
+        self.evidence = replace(earlier, entropies=entropies, entropy=entropy, turn=self.turn_index)
 
     def append_results_if_they_fit(self, codec: Codec, room: int) -> bool:
         """Append the turn's results, cut to `room` tokens. Return False, and change nothing, if there is no room.
@@ -161,17 +180,6 @@ class Live:
         t.text = "".join(text for text, _ in t.segments)
         t.token_chars = codec.token_chars(t.token_ids, t.loss_mask, t.segments, cuts)
 
-    def set_entropy(self, entropy: float) -> None:
-        """Set the current turn's entropy (nats). This is now the newest evidence."""
-        entropies = tuple(self.entropies)
-        turn = self.trajectory.turns[-1]
-        turn.entropy = entropy
-        turn.token_entropies = list(entropies)
-        # Without earlier evidence this turn counts as the first turn. That is right for a root. It is wrong for a
-        # retrospective fork, but there no rule reads the evidence.
-        earlier = self.evidence or Evidence(entropies, entropies, entropy=entropy, root_entropy=entropy)
-        self.evidence = replace(earlier, entropies=entropies, entropy=entropy, turn=self.turn_index)
-
 
 @dataclass
 class GroupState:
@@ -195,6 +203,7 @@ class GroupState:
     def begin(cls, prompt: Prompt, rollout: RolloutConfig, cfg: BranchingConfig, seed: str) -> tuple[GroupState, int]:
         """Return a group without trajectories, and the number of roots to start."""
         size = rollout.group_size
+        # with a dynamic budget AEPO's pre-monitoring trajectory comes first, and decides about the other roots
         num_roots = 1 if cfg.dynamic_budget else min(cfg.num_initial_rollouts, size)
         never_branches = cfg.selector == "none" or is_retrospective(cfg.selector)
         budget = BranchBudget(

@@ -28,11 +28,11 @@ SIBLING_PENALTY = 0.05
 
 
 class Fork(NamedTuple):
-    """A new trajectory that begins where a turn of another one begins, and samples that turn anew."""
+    """A new trajectory. It shares everything before a turn of another one, and samples this turn anew."""
 
     trajectory_id: str
     turn: int
-    """Index of the first turn that is not shared. The tool result before this turn is shared. 0 makes a new root."""
+    """Index of the turn to sample anew. The tool result before this turn is shared. 0 makes a new root."""
     score: float | None = None
     """The selector's score of the turn, for the record; None if chance chose."""
 
@@ -61,12 +61,12 @@ def turn_starts(group: Group) -> dict[tuple[str, int], Start]:
     return starts
 
 
-def sampled_turns(group: Group) -> list[tuple[tuple[Trajectory, int], Start]]:
-    """Return ((trajectory, turn), start) of every turn of the tree. A shared turn comes once, with the trajectory that
-    sampled this turn."""
+def sampled_turns(group: Group) -> list[tuple[Trajectory, int, Start]]:
+    """Return (trajectory, turn, start) of every turn of the tree. A shared turn comes once, with the trajectory that
+    sampled it."""
     by_id = {t.trajectory_id: t for t in group.trajectories}
     return [
-        ((by_id[trajectory_id], turn), start)
+        (by_id[trajectory_id], turn, start)
         for (trajectory_id, turn), start in turn_starts(group).items()
         if not by_id[trajectory_id].turns[turn].inherited
     ]
@@ -74,7 +74,7 @@ def sampled_turns(group: Group) -> list[tuple[tuple[Trajectory, int], Start]]:
 
 def times_sampled(group: Group) -> Counter[Start]:
     """Return how many turns of the tree begin at each place."""
-    return Counter(start for _, start in sampled_turns(group))
+    return Counter(start for _, _, start in sampled_turns(group))
 
 
 def surprise(t: Trajectory, turn: int) -> float:
@@ -112,11 +112,11 @@ def tree_grpo(group: Group, budget: int, cfg: BranchingConfig, rng: random.Rando
 def at2po(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
     """Choose the turns of which the policy was least sure: mean(-log pi) - 0.05 * (siblings - 1) (AT2PO).
 
-    `siblings` counts the turns that begin where this one does, itself included.
+    `siblings` is the number of turns with the same start, this turn included.
     """
     siblings = times_sampled(group)
     candidates = []
-    for (t, turn), start in sampled_turns(group):
+    for t, turn, start in sampled_turns(group):
         score = surprise(t, turn) - SIBLING_PENALTY * (siblings[start] - 1)
         candidates.append(Fork(t.trajectory_id, turn, score))
     return highest_scores(candidates, budget, rng)
@@ -129,7 +129,7 @@ def top_h(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -
     """
     siblings = times_sampled(group)
     candidates = []
-    for (t, turn), start in sampled_turns(group):
+    for t, turn, start in sampled_turns(group):
         entropy = t.turns[turn].entropy
         if turn > 0 and entropy is not None:
             score = entropy - SIBLING_PENALTY * (siblings[start] - 1)
@@ -152,8 +152,7 @@ forks are ignored. If the group is not full after the last round, fresh roots fi
 def finished_so_far(group: GroupState) -> Group | None:
     """Return the trajectories so far as a group, or None while any of them is still growing.
 
-    Trajectories with an infrastructure error are left out. They have no branches, because only a trajectory that has
-    ended without such an error is forked.
+    Trajectories with an infrastructure error are left out. They have no branches, because a selector never sees them.
     """
     ordered = [t for _, t in sorted(group.trajectories.items())]
     if any(t.stop_reason is None for t in ordered):
@@ -178,14 +177,14 @@ def next_forks(
     for fork in chosen_forks(finished, budget, cfg, rng):
         turns_before = by_id[fork.trajectory_id].turns[: fork.turn]
         refused_by = refusal(call.tag for turn in turns_before for call in turn.tool_calls if call.executed)
-        _record(group, fork, budget_left=num_left - len(allowed), refused_by=refused_by)
+        _record_choice(group, fork, budget_left=num_left - len(allowed), refused_by=refused_by)
         if not refused_by:
             allowed.append(fork)
     return allowed
 
 
 def chosen_forks(finished: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
-    """Return the first `budget` forks that the selector chooses.
+    """Return the first `budget` forks of the selector's choice.
 
     Raises UserError if a selector of the user returns anything but forks at existing turns with finite scores.
     """
@@ -198,16 +197,16 @@ def chosen_forks(finished: Group, budget: int, cfg: BranchingConfig, rng: random
         # first has any. NaN, not None or 0: a score computed from NaN is NaN, and is refused below. A comparison with
         # NaN is False, and is not noticed.
         visible = finished.for_custom_code(reward=math.nan, reward_parts={}, reward_reason="")
-    what = f"branching.selector={cfg.selector}"
+    option = f"branching.selector={cfg.selector}"
     returned = call_named("branching.selector", cfg.selector, EXPANSIONS, visible, budget, cfg, rng)
     num_turns = {t.trajectory_id: len(t.turns) for t in finished.trajectories}
     forks = []
-    for fork in checked_instance(returned, f"{what}: the returned value", list)[:budget]:
-        checked_instance(fork, f"{what}: an entry of the returned list", Fork)
+    for fork in checked_instance(returned, f"{option}: the returned value", list)[:budget]:
+        checked_instance(fork, f"{option}: an entry of the returned list", Fork)
         if fork.trajectory_id not in num_turns:
             ids = ", ".join(num_turns)
-            raise UserError(f"{what}: there is no trajectory {shown(fork.trajectory_id)} to fork; there are {ids}")
-        where = f"{what}: in the Fork of trajectory {fork.trajectory_id}"
+            raise UserError(f"{option}: there is no trajectory {shown(fork.trajectory_id)} to fork; there are {ids}")
+        where = f"{option}: in the Fork of trajectory {fork.trajectory_id}"
         turn = checked_integer(fork.turn, f"{where}, the turn", 0, num_turns[fork.trajectory_id] - 1)
         score = None
         if fork.score is not None:
@@ -236,10 +235,10 @@ def _path_of_writer(group: GroupState, trajectory_id: str, turn: int) -> Path:
     return path
 
 
-def _record(group: GroupState, fork: Fork, *, budget_left: int, refused_by: str) -> None:
-    """Write the selector's choice into the turn that was chosen.
+def _record_choice(group: GroupState, fork: Fork, *, budget_left: int, refused_by: str) -> None:
+    """Write the selector's choice into the chosen turn.
 
-    If a turn is chosen again, its children are added up, and the rest is that of the newest choice.
+    If a turn is chosen again, the numbers of children add up. All other values are from the newest choice.
     """
     trajectory = group.trajectories[_path_of_writer(group, fork.trajectory_id, fork.turn)]
     turn = trajectory.turns[fork.turn]

@@ -1,7 +1,7 @@
 """The tool-calling, entropy-branching rollout: one event loop, no barrier between generation and tools.
 
-This file has the event handlers: `on_chunk` for new tokens, `on_tool_result` for tool results. The loop that brings
-the events is `drive` in arpo/sampling/driver.py.
+This file has the event handlers: `on_chunk` for new tokens, `on_tool_result` for tool results. The loop is `drive` in
+arpo/sampling/driver.py.
 
 The calls at the end of a turn start at once, while the other trajectories keep decoding. As soon as all results of the
 turn are there, the next turn is submitted (the engine's prefix cache makes this cheap). As soon as the first k tokens
@@ -19,10 +19,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from arpo import branching as br
 from arpo import retrospective
+from arpo.branching import Evidence, Path, tokens_to_measure, turn_entropy
 from arpo.engine import Chunk, Engine, SamplingSpec
-from arpo.errors import UserError
 from arpo.growing import GroupState, Live, record_of, seed_from
 from arpo.options import BranchingConfig, RolloutConfig, is_retrospective
 from arpo.protocol import Codec
@@ -53,7 +52,7 @@ class Rollout:
         self.branching = branching
         self.is_mixed = is_mixed
         self.forks_afterwards = is_retrospective(branching.selector)
-        self.num_entropy_tokens, self.num_top_logprobs = br.tokens_to_measure(branching)
+        self.num_entropy_tokens, self.num_top_logprobs = tokens_to_measure(branching)
         self.step: int | None = None
         """Training step whose policy samples now, set by `CarryOver`; None without carry-over."""
         self.decoding: dict[str, Live] = {}
@@ -85,7 +84,7 @@ class Rollout:
         """Start further trajectories at the prompt. may_branch=False: no branch decision is taken on them."""
         for _ in range(count):
             path = (group.num_roots,)
-            trajectory = Trajectory(group.prompt.prompt_id, _name(path))
+            trajectory = Trajectory(group.prompt.prompt_id, _trajectory_id(path))
             group.trajectories[path] = trajectory
             if may_branch:
                 group.budget.expect(path, turn=1)
@@ -97,8 +96,7 @@ class Rollout:
         """Let the trajectory sample its next turn: a note (see rollout.context), or calls or an answer."""
         live.begin_turn(is_note=is_note)
         self.decoding[live.key] = live
-        if live.group.budget.next_decision.get(live.path) == live.turn_index:
-            # a child may begin here, so tools with a state keep a copy
+        if live.is_decision_due:  # a child may begin here, so tools with a state keep a copy
             self.tools.sessions.mark(live.owner, live.turn_index)
         self.submit(live)
 
@@ -109,6 +107,7 @@ class Rollout:
         sampled = live.trajectory.token_ids[turn.start :]
         max_tokens = live.room(self.cfg)
         if turn.is_note:
+            # at least 1: a continued run may have a smaller rollout.note_tokens than the run that began the note
             max_tokens = max(min(max_tokens, self.cfg.note_tokens - len(sampled)), 1)
         seed = f"{group.seed}|{live.key}"
         if sampled:  # with the turn's own seed the engine would draw the same random stream again
@@ -146,18 +145,17 @@ class Rollout:
         # the first k tokens are there, or the turn has ended before
         is_measured = chunk.finish or len(live.entropies) >= self.num_entropy_tokens
         if is_measured and live.trajectory.turns[-1].entropy is None:
-            entropy = br.turn_entropy(live.entropies, live.top_logprobs, self.branching, self.codec.vocab_size)
+            entropy = turn_entropy(live.entropies, live.top_logprobs, self.branching, self.codec.vocab_size)
             live.set_entropy(entropy)
             if self.branching.compat == "paper":
-                self.decide(live)
+                self.take_branch_decision(live)
         if chunk.finish:
             del self.decoding[chunk.request_id]
             self.end_turn(live, chunk)
 
     def end_at_stop_across_cut(self, live: Live, chunk: Chunk) -> Chunk:
         """Return the chunk, up to the end of a stop string if one began before the turn was cut."""
-        stops = self.codec.stop_strings(self.offered_tools(live.group.prompt))
-        stop = live.watch.find(chunk.token_ids, self.codec.decode, stops)
+        stop = live.watch.find(chunk.token_ids, self.codec.decode)
         if stop is None:
             return chunk
         num_tokens, stop_string = stop
@@ -239,17 +237,11 @@ class Rollout:
         prompt = live.group.prompt
         num_tokens = live.trajectory.num_context_tokens(len(prompt.token_ids))
         evidence = ContextEvidence(prompt, live.trajectory, num_tokens=num_tokens, codec=self.codec, cfg=self.cfg)
-        # None: go on with all that is there, or end after an answer; str: ask for a note; list: read these token ids
+        # list: read these token ids; str: ask for a note; None: go on with all that is there, or end after an answer
         context = next_context(evidence)
         if evidence.is_answer and context is None:
             self.end(live, StopReason.EOS)
             return
-        # Without calls the turn is a note or an answer. Only a new context can follow it.
-        if not evidence.turn.tool_calls and not isinstance(context, list):
-            raise UserError(
-                f"rollout.context={self.cfg.context} must return token ids after a note, and None or token ids after "
-                f"an answer, not {type(context).__name__}"
-            )
         asks_for_note = isinstance(context, str)
         if asks_for_note:
             has_room = live.append_note_request(self.codec, self.cfg, context)
@@ -264,27 +256,20 @@ class Rollout:
         # The released code judges the turn before the tool result, which is already measured. So the decision need not
         # wait for tokens of the next turn.
         if self.branching.compat == "upstream":
-            self.decide(live)
+            self.take_branch_decision(live)
 
     # ---- it is forked
 
-    def decide(self, live: Live) -> None:
-        """Take the branch decision on the tool result before the current turn.
-
-        Do nothing where the budget expects no decision: at a child's first own turn, or if a root must not branch.
-        """
-        group = live.group
-        if group.budget.next_decision.get(live.path) != live.turn_index:
+    def take_branch_decision(self, live: Live) -> None:
+        """Take the branch decision on the tool result before the current turn, if one is due."""
+        if not live.is_decision_due:
             return
         executed = [call.tag for call in live.trajectory.tool_calls if call.executed]
-        group.decide(live, self.branching, refused_by=self.tools.sessions.refusal(executed))
-        self.grow(group)
+        live.group.decide(live, self.branching, refused_by=self.tools.sessions.refusal(executed))
+        self.grow(live.group)
 
     def grow(self, group: GroupState) -> None:
-        """Start the children that the budget allows now.
-
-        Once no tool result can branch any more, start the forks of a retrospective selector, or the missing roots.
-        """
+        """Start the children that the budget allows now. Once no tool result can branch any more, fill the group."""
         for turn, parent, children in group.budget.settle():
             evidence = group.decisions[turn, parent].evidence
             for child in children:
@@ -296,19 +281,18 @@ class Rollout:
         elif group.budget.is_settled:
             self.start_missing_roots(group)
         # tools with a state may drop the copies that no child can need any more
-        undecided = ((turn, _name(path)) for turn, path in group.budget.undecided())
+        undecided = ((turn, _trajectory_id(path)) for turn, path in group.budget.undecided())
         self.tools.sessions.retain(group.prompt.prompt_id, undecided)
 
     def fork(
-        self, group: GroupState, parent_path: br.Path, *, turn: int, path: br.Path, evidence: br.Evidence | None = None
+        self, group: GroupState, parent_path: Path, *, turn: int, path: Path, evidence: Evidence | None = None
     ) -> None:
         """Start a child that shares everything up to the tool result before `turn`. The parent goes on undisturbed.
 
-        evidence: what the child has until its own first turn is measured. None under a retrospective selector: it
-        reads no evidence.
+        evidence: the child's until its own first turn is measured. None under a retrospective selector: it reads none.
         """
         parent = group.trajectories[parent_path]
-        child = parent.branch(_name(path), turn)
+        child = parent.branch(_trajectory_id(path), turn)
         group.trajectories[path] = child
         prompt_id = group.prompt.prompt_id
         self.tools.sessions.fork((prompt_id, parent.trajectory_id), turn, (prompt_id, child.trajectory_id))
@@ -345,13 +329,11 @@ class Rollout:
     # ---- it ends
 
     def end(self, live: Live, reason: StopReason) -> None:
-        """End the trajectory. Then start what had to wait for this end.
-
-        These are waiting children, AEPO's roots, the forks of a retrospective selector, or missing roots.
-        """
+        """End the trajectory. Then start what waited for this end: children, roots, or retrospective forks."""
         group = live.group
         live.trajectory.stop_reason = reason
         live.decode(self.codec)
+        group.wall_s[live.path] = time.perf_counter() - live.began_at_s if live.began_at_s else 0.0
         self.num_unfinished -= 1
         self.tools.sessions.end(live.owner)
         group.budget.close(live.path)
@@ -360,11 +342,11 @@ class Rollout:
             self.start_roots(group, num_roots - 1, may_branch=True)
             group.budget.total_children = group.size - num_roots
         self.grow(group)
-        group.wall_s[live.path] = time.perf_counter() - live.began_at_s if live.began_at_s else 0.0
         if group.is_finished:
             self._finished.append(group)
             self.tools.sessions.forget(group.prompt.prompt_id)
 
 
-def _name(path: br.Path) -> str:
+def _trajectory_id(path: Path) -> str:
+    """(2, 0) -> "2.0"."""
     return ".".join(map(str, path))

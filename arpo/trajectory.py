@@ -98,7 +98,8 @@ class BranchDecision:
     Under a retrospective selector: number of trajectories that the group still lacks."""
     num_children: int
     outcome: str
-    """"branched" | "declined" | "no_budget" | "refused" """
+    """"branched", "declined" (by the rule), "no_budget" (the rule was for it, but the group is full), or "refused" (by
+    a tool)."""
     score: float | None = None
     """Score of the turn under a retrospective selector; the newest if the turn was chosen again."""
     refused_by: str = ""
@@ -111,6 +112,7 @@ class Turn:
 
     start: int
     end: int = 0
+    """One past the last sampled token."""
     result_end: int = 0
     """One past the last token of the tool results; equals `end` if no tool was called."""
     entropy: float | None = None
@@ -213,6 +215,20 @@ class Trajectory:
             return None
         return self.accuracy > 0 and self.reward_parts.get("format", 1.0) > 0
 
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Number of loss tokens, inherited tokens included."""
+        return sum(self.loss_mask)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return [call for t in self.turns for call in t.tool_calls]
+
+    @property
+    def own_tool_calls(self) -> list[ToolCall]:
+        """Calls of this trajectory without the calls inherited from the parent."""
+        return [call for t in self.turns for call in t.tool_calls if not t.inherited]
+
     def for_custom_code(self) -> Trajectory:
         """Return a copy for a custom function (FILE.py:NAME), with NaN for the logprobs of tool results.
 
@@ -274,20 +290,6 @@ class Trajectory:
         """Record that the tokens from here on are sampled in this training step."""
         if not self.versions or self.versions[-1][1] != step:
             self.versions.append((len(self.token_ids), step))
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        """Number of loss tokens, inherited tokens included."""
-        return sum(self.loss_mask)
-
-    @property
-    def tool_calls(self) -> list[ToolCall]:
-        return [call for t in self.turns for call in t.tool_calls]
-
-    @property
-    def own_tool_calls(self) -> list[ToolCall]:
-        """Calls of this trajectory without the calls inherited from the parent."""
-        return [call for t in self.turns for call in t.tool_calls if not t.inherited]
 
     def to_dict(self) -> dict:
         """Return the fields in plain types, for the dump (jsonl). Long lists are shared, not copied."""

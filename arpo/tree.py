@@ -31,7 +31,7 @@ from arpo.batch import MicroBatch, Row, RowPaths, assign_to_ranks, collate, pack
 
 @dataclass(kw_only=True)
 class TreeBatch(MicroBatch):
-    """A MicroBatch of N unique tokens. The head scores each node once, even a node of several rows."""
+    """A MicroBatch of N unique tokens. The head scores each node once, even if several rows share it."""
 
     parents: torch.Tensor
     """(N,) each node's parent; 0 for the first token of a tree, which has no parent"""
@@ -86,8 +86,8 @@ def plan(rows: list[Row], world_size: int, max_tokens: int) -> list[list[list[in
     for position, (before, after) in enumerate(pairwise(order), start=1):
         # Rows with several sequences may share more than a prefix of their first ones.
         if len(sequences[before]) + len(sequences[after]) > 2:
-            both = num_unique(sequences[before] + sequences[after])
-            shared[position] = lengths[position - 1] + lengths[position] - both
+            num_together = num_unique(sequences[before] + sequences[after])
+            shared[position] = lengths[position - 1] + lengths[position] - num_together
 
     # ---- a plan for each size: (work of the busiest rank, pieces, work of each piece, pieces of each rank)
     num_tokens_per_rank = (sum(lengths) - sum(shared)) / world_size
@@ -179,9 +179,9 @@ def collate_tree(rows: list[Row], row_ids: Sequence[int]) -> MicroBatch:
     """Sort the rows depth first, and return their TreeBatch. Without rows return an empty micro-batch."""
     if not rows:
         return collate([])
-    order, _ = depth_first([row.sequences[0][2] for row in rows])
-    rows = [rows[i] for i in order]
-    flat = collate(rows, [row_ids[i] for i in order])
+    row_order, _ = depth_first([row.sequences[0][2] for row in rows])
+    rows = [rows[i] for i in row_order]
+    flat = collate(rows, [row_ids[i] for i in row_order])
 
     # ---- the nodes of each sequence; a row may have several sequences
     sequences = [(b, *sequence) for b, row in enumerate(rows) for sequence in row.sequences]

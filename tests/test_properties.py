@@ -113,7 +113,7 @@ def test_a_stop_string_across_a_cut_is_found_whatever_the_chunks(text, stops, da
     position = cut_at
     while watch and found is None and position < len(ids):
         size = data.draw(st.integers(1, len(ids) - position))
-        hit = watch.find(ids[position : position + size], lambda tokens: "".join(map(chr, tokens)), stops)
+        hit = watch.find(ids[position : position + size], lambda tokens: "".join(map(chr, tokens)))
         if hit:
             found = position + hit[0]
             assert text[:found].endswith(hit[1])
@@ -131,7 +131,7 @@ def test_a_stop_string_across_a_cut_is_found_whatever_the_chunks(text, stops, da
 def test_a_stop_string_is_found_wherever_it_is_cut(cut_at):
     ids = [ord(character) for character in "x<a>/"]
     watch = StopWatch.at_cut(ids[:cut_at], ["<a>/"])
-    assert watch.find(ids[cut_at:], lambda tokens: "".join(map(chr, tokens)), ["<a>/"]) == (5 - cut_at, "<a>/")
+    assert watch.find(ids[cut_at:], lambda tokens: "".join(map(chr, tokens))) == (5 - cut_at, "<a>/")
 
 
 # ---- the budget of a group

@@ -364,6 +364,7 @@ def test_the_scores_of_a_batch_are_a_list(own):
         ("return ['a']", "entry 0 is 'a'; it must be an integer"),
         ("return [10**9]", r"entry 0 is 1000000000; it must be from 0 to \d+"),
         ("return []", "returned no token ids; return None to go on"),
+        ("return 'and now a note'", "and None or token ids after an answer, not str"),
         ("return {}[0]", r"failed \(KeyError: 0, in line 8 of"),
     ],
 )

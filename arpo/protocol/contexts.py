@@ -126,13 +126,18 @@ CONTEXTS: dict[str, Callable[[ContextEvidence], list[int] | str | None]] = {
 
 def next_context(evidence: ContextEvidence) -> list[int] | str | None:
     """Return the result of the config's context policy. Raises UserError if a custom policy returns anything but token
-    ids, a text or None."""
+    ids, a text or None, or a text or None where only token ids can follow."""
     name = evidence.cfg.context
     result = call_named("rollout.context", name, CONTEXTS, evidence)
-    if result is None:
-        return None
-    if isinstance(result, str):
-        return whole_text(result)
+    if result is None or isinstance(result, str):
+        is_end = evidence.is_answer and result is None
+        # Without calls the turn is a note or an answer. Only a new context can follow it.
+        if not evidence.turn.tool_calls and not is_end:
+            raise UserError(
+                f"rollout.context={name} must return token ids after a note, and None or token ids after an answer, "
+                f"not {type(result).__name__}"
+            )
+        return None if result is None else whole_text(result)
     # Models with a padded vocabulary may sample ids that the tokenizer does not have.
     max_id = max(evidence.codec.vocab_size - 1, *evidence.trajectory.token_ids)
     token_ids = checked_integers(result, f"rollout.context={name}: the token ids of the new context", max_id)

@@ -14,6 +14,7 @@ class StopWatch:
     the engine looks for no stop string there.
     """
 
+    stops: Sequence[str]
     window: list[int]
     """The last tokens before the cut, and the tokens sampled since."""
     num_left: int
@@ -24,16 +25,14 @@ class StopWatch:
         """Return a watch for a turn that was cut after these tokens. Return None if no stop string can cross."""
         # Each token of a stop string has at least one of its characters.
         max_tokens = max(map(len, stops), default=1) - 1
-        return cls(turn_ids[-max_tokens:], max_tokens) if turn_ids and max_tokens else None
+        return cls(stops, turn_ids[-max_tokens:], max_tokens) if turn_ids and max_tokens else None
 
-    def find(
-        self, token_ids: list[int], decode: Callable[[Sequence[int]], str], stops: Sequence[str]
-    ) -> tuple[int, str] | None:
+    def find(self, token_ids: list[int], decode: Callable[[Sequence[int]], str]) -> tuple[int, str] | None:
         """Return (number of next tokens up to the end of a stop string, the stop string), or None."""
         for count, token in enumerate(token_ids[: self.num_left], 1):
             self.window.append(token)
             text = decode(self.window)
-            ends = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
+            ends = [(text.find(stop) + len(stop), stop) for stop in self.stops if stop in text]
             if ends:
                 _, first_stop = min(ends)
                 return count, first_stop

@@ -105,11 +105,12 @@ def restore(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt]) 
     """Fill a new CarryOver from the files written by `state_of` on all ranks. Collective.
 
     With the same number of ranks, each rank gets its groups again; with another number the groups are dealt out anew.
-    Raises UserError for a broken file, or a file with other prompts.
+    Raises UserError for a broken file, a file with other prompts, or a trajectory that is too long now.
     """
     if not files:
         return
     ranks = carry.team.ranks
+    file = files[ranks.rank] if len(files) == ranks.world_size else files[0]
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     if len(files) == ranks.world_size:
         tree = _read(files[ranks.rank])
@@ -125,10 +126,14 @@ def restore(carry: CarryOver, files: Sequence[Path], prompts: Iterable[Prompt]) 
         lives = [pair for group in mine for pair in _add_group(carry, group, by_id)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"does not fit data.train or this version ({type(error).__name__}: {error})"
-        file = files[ranks.rank] if len(files) == ranks.world_size else files[0]
         raise UserError(f"{file}: {reason}; give the run the prompts that it had") from None
     for plain, live in sorted(lives, key=lambda pair: pair[0]["place"]):
         if plain["calls"] is None:
+            if live.room(carry.cfg) <= 0:  # the engine refuses a request for no token
+                raise UserError(
+                    f"{file}: an unfinished trajectory has no room left, since rollout.max_response_tokens (or "
+                    "rollout.max_trajectory_tokens) is smaller now; give it the value that the run had"
+                )
             carry.loop.decoding[live.key] = live
         for index in plain["calls"] or ():
             carry.loop.start_call(live, index)

@@ -23,7 +23,7 @@ from arpo.trajectory import Group
 def positions(group: Group, budget: int, cfg: BranchingConfig, rng: random.Random) -> list[Fork]:
     """Draw turns after a tool result without replacement. Each position is as probable as in the file."""
     share = shares(os.environ["FORK_POSITIONS"])
-    turns = [(t.trajectory_id, turn) for (t, turn), _ in sampled_turns(group) if share.get(turn)]
+    turns = [(t.trajectory_id, turn) for t, turn, _ in sampled_turns(group) if share.get(turn)]
     num_candidates = Counter(turn for _, turn in turns)
     # the smallest of exponential waiting times: a weighted draw without replacement
     waits = {(name, turn): rng.expovariate(share[turn] / num_candidates[turn]) for name, turn in turns}

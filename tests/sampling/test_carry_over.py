@@ -279,6 +279,9 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(carrying, tmp_path):
         check_nothing_is_left(files)
     with pytest.raises(UserError, match=r"does not fit data.train .*; give the run the prompts that it had$"):
         restore(fresh, files, prompts[:1])
+    shorter = carrying(world(3), [EchoTool("search")], replace(CARRIES, max_response_tokens=10), NONE, num_prompts=2)
+    with pytest.raises(UserError, match=r"no room left, since rollout.max_response_tokens .*is smaller now"):
+        restore(shorter, files, prompts)
     train(carry, prompts, 2, 2, 2, num_drawn=4)
     fresh.team = Team(Ranks(1, 2, torch.device("cpu"), mesh=None))  # each rank names its own file
     with pytest.raises(UserError, match=r"carried_00000.json.gz: does not fit data.train"):
