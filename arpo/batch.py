@@ -25,7 +25,7 @@ from torch import Tensor
 
 from arpo.trajectory import Group, Trajectory
 
-BUDGET = "update.max_tokens_per_microbatch"
+BUDGET_OPTION = "update.max_tokens_per_microbatch"
 """The option that limits a micro-batch in RL. SFT passes the name of its option."""
 
 
@@ -67,76 +67,17 @@ class Row:
         ]
 
 
-class RowPaths:
-    """The tokens of a micro-batch that each row attends to.
-
-    A row is here one sequence (`Row.sequences`): a trajectory with several contexts has several.
-
-    Not a dataclass: FSDP2 copies dataclasses before each layer, so the layers of a forward pass could not share masks.
-    """
-
-    def __init__(self, num_queries: tuple[int, ...], num_keys: tuple[int, ...], keys: Tensor | None = None) -> None:
-        self.num_queries = num_queries
-        """Number of tokens that each row computes itself (at least 1). They are consecutive, row after row."""
-        self.num_keys = num_keys
-        """Number of tokens that each row attends to: computed for the row, or shared with earlier rows."""
-        self.keys = keys
-        """(sum of num_keys,) positions of the tokens that each row attends to, row after row; None = all in order."""
-        self.query_starts = cumulated(num_queries)
-        """(rows + 1,) int32, "cu_seqlens": start of each row's queries, and at the end the number of all queries"""
-        self.key_starts = self.query_starts if num_keys == num_queries else cumulated(num_keys)
-        """(rows + 1,) int32, the same for the keys"""
-        self.masks: dict[tuple[int, int | None], Tensor] = {}
-        """(row, window) -> attention mask. `mask` fills this dict in the first layer of a forward pass. Later layers
-        use the masks again."""
-
-    def mask(self, row: int, window: int | None, like: Tensor) -> Tensor | None:
-        """Return the row's attention mask (queries, keys), to be added to the scores: 0 or -inf. None = plain causal,
-        also if the row fits into the window.
-
-        `window` = number of keys that a query sees; None = all before it. The mask has the type and device of `like`.
-        """
-        num_queries = self.num_queries[row]
-        num_keys = self.num_keys[row]
-        if num_queries == num_keys and (not window or window >= num_keys):
-            return None
-        if (row, window) not in self.masks:
-            last_key = num_keys - num_queries  # the last key that the first query sees
-            sees = torch.ones(num_queries, num_keys, dtype=torch.bool, device=like.device).tril(last_key)
-            if window:
-                sees = sees.triu(last_key - window + 1)
-            self.masks[row, window] = like.new_zeros(sees.shape).masked_fill(~sees, -torch.inf)
-        return self.masks[row, window]
-
-    def for_one_pass(self) -> RowPaths:
-        """Return a copy without masks, so that masks are freed after the forward pass."""
-        without_masks = copy.copy(self)
-        without_masks.masks = {}
-        return without_masks
-
-    def padded(self, num_tokens: int) -> RowPaths:
-        """Return a copy with `num_tokens` more rows of one token each at the end (padding of context parallelism)."""
-        ones = (1,) * num_tokens
-        keys = self.keys
-        if keys is not None:
-            start = sum(self.num_queries)
-            keys = torch.cat([keys, torch.arange(start, start + num_tokens, device=keys.device)])
-        return RowPaths(self.num_queries + ones, self.num_keys + ones, keys).to(self.query_starts.device)
-
-    def to(self, device: torch.device | str) -> RowPaths:
-        """Return a copy on the device, without masks."""
-        moved = self.for_one_pass()
-        if self.keys is not None:
-            moved.keys = to_device(self.keys, device)
-        moved.query_starts = to_device(self.query_starts, device)
-        is_same = self.num_keys == self.num_queries
-        moved.key_starts = moved.query_starts if is_same else to_device(self.key_starts, device)
-        return moved
-
-
-def cumulated(lengths: tuple[int, ...]) -> Tensor:
-    """Return the sums of the first 0, 1, ... lengths, (rows + 1,) int32. (3, 2) -> [0, 3, 5]"""
-    return torch.from_numpy(np.cumsum((0, *lengths), dtype=np.int32))
+def row_of(group: Group, trajectory: Trajectory) -> Row:
+    """Return the row of a trajectory and its group's prompt."""
+    return Row(
+        prompt_ids=np.asarray(group.prompt.token_ids, dtype=np.int64),
+        response_ids=np.asarray(trajectory.token_ids, dtype=np.int64),
+        loss_mask=np.asarray(trajectory.loss_mask, dtype=np.int64),
+        rollout_logprobs=np.asarray(trajectory.rollout_logprobs, dtype=np.float32),
+        contexts=tuple(
+            (context.start, np.asarray(context.token_ids, dtype=np.int64)) for context in trajectory.contexts
+        ),
+    )
 
 
 @dataclass
@@ -216,7 +157,7 @@ class MicroBatch:
         for b, row_id in enumerate(self.row_ids):
             of_row = torch.as_tensor(values[row_id], dtype=torch.float32)
             out[b, : len(of_row)] = of_row
-        return torch.where(self.loss_mask.bool(), to_device(out, self.loss_mask.device), 0.0)
+        return torch.where(self.loss_mask, to_device(out, self.loss_mask.device), 0.0)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on the device. The host does not wait for work that the device is still doing."""
@@ -227,24 +168,82 @@ class MicroBatch:
         return type(self)(**moved)
 
 
+class RowPaths:
+    """The tokens of a micro-batch that each row attends to.
+
+    In this class a row is one sequence (`Row.sequences`): a trajectory with several contexts has several.
+    Not a dataclass: FSDP2 copies dataclasses before each layer, so the layers of a forward pass could not share masks.
+    """
+
+    def __init__(self, num_queries: tuple[int, ...], num_keys: tuple[int, ...], keys: Tensor | None = None) -> None:
+        self.num_queries = num_queries
+        """Number of tokens that each row computes itself (at least 1). They are consecutive, row after row."""
+        self.num_keys = num_keys
+        """Number of tokens that each row attends to: computed for the row, or shared with earlier rows."""
+        self.keys = keys
+        """(sum of num_keys,) positions of the tokens that each row attends to, row after row; None = all in order."""
+        self.query_starts = cumulated(num_queries)
+        """(rows + 1,) int32, "cu_seqlens": start of each row's queries, and at the end the number of all queries"""
+        self.key_starts = self.query_starts if num_keys == num_queries else cumulated(num_keys)
+        """(rows + 1,) int32, the same for the keys"""
+        self.masks: dict[tuple[int, int | None], Tensor] = {}
+        """(row, window) -> attention mask. `mask` fills this dict in the first layer of a forward pass. Later layers
+        use the masks again."""
+
+    def mask(self, row: int, window: int | None, like: Tensor) -> Tensor | None:
+        """Return the row's attention mask (queries, keys), to be added to the scores: 0 or -inf. None = plain causal,
+        also if the row fits into the window.
+
+        `window` = number of keys that a query sees; None = all before it. The mask has the type and device of `like`.
+        """
+        num_queries = self.num_queries[row]
+        num_keys = self.num_keys[row]
+        if num_queries == num_keys and (not window or window >= num_keys):
+            return None
+        if (row, window) not in self.masks:
+            last_key = num_keys - num_queries  # the last key that the first query sees
+            sees = torch.ones(num_queries, num_keys, dtype=torch.bool, device=like.device).tril(last_key)
+            if window:
+                sees = sees.triu(last_key - window + 1)
+            self.masks[row, window] = like.new_zeros(sees.shape).masked_fill(~sees, -torch.inf)
+        return self.masks[row, window]
+
+    def for_one_pass(self) -> RowPaths:
+        """Return a copy without masks, so that masks are freed after the forward pass."""
+        without_masks = copy.copy(self)
+        without_masks.masks = {}
+        return without_masks
+
+    def padded(self, num_tokens: int) -> RowPaths:
+        """Return a copy with `num_tokens` more rows of one token each at the end (padding of context parallelism)."""
+        ones = (1,) * num_tokens
+        keys = self.keys
+        if keys is not None:
+            start = sum(self.num_queries)
+            keys = torch.cat([keys, torch.arange(start, start + num_tokens, device=keys.device)])
+        return RowPaths(self.num_queries + ones, self.num_keys + ones, keys).to(self.query_starts.device)
+
+    def to(self, device: torch.device | str) -> RowPaths:
+        """Return a copy on the device, without masks."""
+        moved = self.for_one_pass()
+        if self.keys is not None:
+            moved.keys = to_device(self.keys, device)
+        moved.query_starts = to_device(self.query_starts, device)
+        is_same = self.num_keys == self.num_queries
+        moved.key_starts = moved.query_starts if is_same else to_device(self.key_starts, device)
+        return moved
+
+
+def cumulated(lengths: tuple[int, ...]) -> Tensor:
+    """Return the sums of the first 0, 1, ... lengths, (rows + 1,) int32. (3, 2) -> [0, 3, 5]"""
+    return torch.from_numpy(np.cumsum((0, *lengths), dtype=np.int32))
+
+
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a host tensor on a device. A copy to a GPU goes through pinned memory: any other makes the host wait."""
     if torch.device(device).type == "cuda" and not tensor.is_cuda:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def row_of(group: Group, trajectory: Trajectory) -> Row:
-    """Return the row of a trajectory and its group's prompt."""
-    return Row(
-        prompt_ids=np.asarray(group.prompt.token_ids, dtype=np.int64),
-        response_ids=np.asarray(trajectory.token_ids, dtype=np.int64),
-        loss_mask=np.asarray(trajectory.loss_mask, dtype=np.int64),
-        rollout_logprobs=np.asarray(trajectory.rollout_logprobs, dtype=np.float32),
-        contexts=tuple(
-            (context.start, np.asarray(context.token_ids, dtype=np.int64)) for context in trajectory.contexts
-        ),
-    )
 
 
 def assign_to_ranks(lengths: list[int], num_ranks: int) -> list[list[int]]:
@@ -254,14 +253,14 @@ def assign_to_ranks(lengths: list[int], num_ranks: int) -> list[list[int]]:
     """
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         rank = loads.index(min(loads))
         shares[rank].append(index)
         loads[rank] += lengths[index]
     return shares
 
 
-def pack(lengths: list[int], max_tokens: int, option: str = BUDGET) -> list[list[int]]:
+def pack(lengths: list[int], max_tokens: int, option: str = BUDGET_OPTION) -> list[list[int]]:
     """Return bins of indices with at most `max_tokens` each (first fit, longest first).
 
     [5, 3, 4, 2], budget 7 -> [[0, 3], [2, 1]]. Raises ValueError if a single sequence is longer; the message names
@@ -269,7 +268,7 @@ def pack(lengths: list[int], max_tokens: int, option: str = BUDGET) -> list[list
     """
     bins: list[list[int]] = []
     loads: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if lengths[index] > max_tokens:
             raise ValueError(
                 f"a sequence of {lengths[index]} tokens does not fit into "
@@ -292,7 +291,7 @@ def microbatches(
     max_tokens: int,
     *,
     device: torch.device | str = "cpu",
-    option: str = BUDGET,
+    option: str = BUDGET_OPTION,
 ) -> list[MicroBatch]:
     """Return this rank's micro-batches of a global mini-batch. `option` is the name of `max_tokens` in errors.
 
@@ -304,8 +303,7 @@ def microbatches(
     shares = assign_to_ranks(lengths, world_size)
     bins_of_rank = [pack([lengths[i] for i in share], max_tokens, option) for share in shares]
     num_micros = max(1, *(len(bins) for bins in bins_of_rank))
-    bins = bins_of_rank[rank]
-    bins = bins + [[]] * (num_micros - len(bins))
+    bins = bins_of_rank[rank] + [[]] * (num_micros - len(bins_of_rank[rank]))
     row_ids = [[shares[rank][i] for i in bin_] for bin_ in bins]
     return [collate([rows[i] for i in ids], ids).to(device) for ids in row_ids]
 
