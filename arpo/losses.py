@@ -104,7 +104,7 @@ def policy_loss(
     entropy = inputs.entropy
     if entropy is None and (cfg.entropy_balanced_advantage or cfg.entropy_coefficient):
         raise ValueError("these options need the tokens' entropies; pass LossInputs(entropy=...)")
-    if inputs.ref_logprobs is None and cfg.kl_coefficient and cfg.kl_in == "loss":
+    if inputs.ref_logprobs is None and cfg.has_kl_in_loss:
         raise ValueError("loss.kl_coefficient needs a reference, which a run loads if it is above 0 from the start")
 
     # ---- policy term

@@ -333,6 +333,14 @@ class LossConfig:
     """Largest weight, at least 1. For a geometric mean take 1.001."""
 
     @property
+    def has_kl_in_loss(self) -> bool:
+        return self.kl_coefficient > 0 and self.kl_in == "loss"
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        return self.kl_coefficient > 0 and self.kl_in == "reward"
+
+    @property
     def is_corrected(self) -> bool:
         """True if the loss knows vLLM's probabilities: as the ratio's denominator, or through a correction."""
         return self.old_logprobs == "rollout" or self.rollout_correction != "none"
