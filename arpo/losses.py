@@ -135,15 +135,21 @@ def policy_loss(
     if cfg.entropy_coefficient:
         loss = loss - cfg.entropy_coefficient * aggregate(entropy, mask, cfg.aggregation, denominator)
 
-    # ---- metrics: name -> value at each token, (B, T)
+    # ---- metrics
+    metrics = Metrics()
+    num_tokens = mask.sum()
+    metrics.sum("policy", policy_term.detach(), weight=num_tokens)
+    metrics.max("ratio_max", torch.where(mask, tokens.ratio.detach(), -torch.inf).amax(), weight=num_tokens)
     log_ratio = inputs.log_ratio.detach()
+    # name -> value at each token, (B, T)
     per_token = dict.fromkeys(CLIP_METRICS, torch.zeros_like(mask)) | tokens.metrics
     per_token["approx_kl"] = torch.expm1(log_ratio) - log_ratio
     if entropy is not None:
         per_token["entropy"] = entropy.detach()
     if kl is not None:
         per_token["kl"] = kl.detach()
-    return loss, loss_metrics(policy_term.detach(), per_token, tokens.ratio.detach(), mask)
+    metrics.merge(token_means(per_token, mask))
+    return loss, metrics
 
 
 def token_losses(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
@@ -353,13 +359,11 @@ def mean_and_std(moments: Tensor) -> tuple[float, float]:
     return mean, variance**0.5
 
 
-def loss_metrics(policy: Tensor, per_token: dict[str, Tensor], ratio: Tensor, mask: Tensor) -> Metrics:
-    """Return the metrics of `policy_loss`. With weight 0, rows without a loss token add nothing."""
+def token_means(per_token: dict[str, Tensor], mask: Tensor) -> Metrics:
+    """Return the mean of each (B, T) tensor over the loss tokens. With weight 0, rows without any add nothing."""
     metrics = Metrics()
-    count = mask.sum().double()
-    metrics.sum("policy", policy, weight=count)
-    metrics.max("ratio_max", torch.where(mask, ratio, -torch.inf).amax(), weight=count)
+    num_tokens = mask.sum().double()
     for name, values in per_token.items():
         total = torch.where(mask, values.float(), 0.0).sum()
-        metrics.mean(name, total / count.clamp(min=1), weight=count)
+        metrics.mean(name, total / num_tokens.clamp(min=1), weight=num_tokens)
     return metrics

@@ -87,7 +87,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("rollout_correction", "test_rollout_correction"): [
         ("(weights > cfg.correction_high) | (weights < cfg.correction_low)", "weights > cfg.correction_high"),
-        ("return weights * keep, metrics", "return weights, metrics"),
+        ("return weights * keep, token_means", "return weights, token_means"),
     ],
     ("selection", "test_advantages test_update sampling/test_sources"): [
         ("{t.reward - t.kl_penalty for", "{t.reward for"),
