@@ -91,7 +91,7 @@ def main(cfg: SFTConfig) -> None:
     tokens = run.folder / "tokens"
     train_rows = tokenise(local_file(cfg.data.train), cfg.data, codec, folder=tokens / "train", ranks=ranks)
     valid_rows = []
-    if cfg.data.valid:
+    if cfg.data.valid:  # kept in memory as a list: each validation reads all of them
         valid_rows = list(tokenise(local_file(cfg.data.valid), cfg.data, codec, folder=tokens / "valid", ranks=ranks))
     order = PromptOrder(
         len(train_rows), cfg.data.num_conversations_per_step, run.seed, option="data.num_conversations_per_step"
