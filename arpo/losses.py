@@ -167,32 +167,6 @@ def token_losses(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
     return tokens
 
 
-ENTROPY_STEP = 0.001
-"""Change of the entropy coefficient per training step, with loss.entropy_target."""
-
-
-class EntropyTarget:
-    """The entropy bonus that holds the policy's entropy at `loss.entropy_target`; a constant bonus without a target.
-
-    After a step with less entropy than the target the bonus's coefficient grows by ENTROPY_STEP. After one with more it
-    falls by as much, but never below 0. Target 0.3, coefficient 0, entropies 0.2, 0.2, 0.4 -> 0.001, 0.002, 0.001.
-    """
-
-    def __init__(self, cfg: LossConfig, entropies: Iterable[float] = ()):
-        """entropies: mean entropy (nats) of each step that a resumed run has done before."""
-        self.loss_cfg = cfg
-        """The options of the loss, with the coefficient for the next step."""
-        for entropy in entropies:
-            self.add(entropy)
-
-    def add(self, entropy: float | None) -> None:
-        """Take the mean entropy (nats) of a step; None if the step updated nothing."""
-        if self.loss_cfg.entropy_target is None or entropy is None:
-            return
-        change = math.copysign(ENTROPY_STEP, self.loss_cfg.entropy_target - entropy)
-        self.loss_cfg = replace(self.loss_cfg, entropy_coefficient=max(self.loss_cfg.entropy_coefficient + change, 0.0))
-
-
 def ppo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
     """l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(log_ratio); if A < 0, at most -A dual_clip."""
     clipped = clipped_surrogate(inputs, inputs.log_ratio.exp(), cfg)
@@ -367,3 +341,29 @@ def token_means(per_token: dict[str, Tensor], mask: Tensor) -> Metrics:
         total = torch.where(mask, values.float(), 0.0).sum()
         metrics.mean(name, total / num_tokens.clamp(min=1), weight=num_tokens)
     return metrics
+
+
+ENTROPY_STEP = 0.001
+"""Change of the entropy coefficient per training step, with loss.entropy_target."""
+
+
+class EntropyTarget:
+    """The entropy bonus that holds the policy's entropy at `loss.entropy_target`; a constant bonus without a target.
+
+    After a step with less entropy than the target the bonus's coefficient grows by ENTROPY_STEP. After one with more it
+    falls by as much, but never below 0. Target 0.3, coefficient 0, entropies 0.2, 0.2, 0.4 -> 0.001, 0.002, 0.001.
+    """
+
+    def __init__(self, cfg: LossConfig, entropies: Iterable[float] = ()):
+        """entropies: mean entropy (nats) of each step that a resumed run has done before."""
+        self.loss_cfg = cfg
+        """The options of the loss, with the coefficient for the next step."""
+        for entropy in entropies:
+            self.add(entropy)
+
+    def add(self, entropy: float | None) -> None:
+        """Take the mean entropy (nats) of a step; None if the step updated nothing."""
+        if self.loss_cfg.entropy_target is None or entropy is None:
+            return
+        change = math.copysign(ENTROPY_STEP, self.loss_cfg.entropy_target - entropy)
+        self.loss_cfg = replace(self.loss_cfg, entropy_coefficient=max(self.loss_cfg.entropy_coefficient + change, 0.0))
