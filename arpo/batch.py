@@ -1,6 +1,7 @@
 """Rows and padding-free micro-batches, balanced over ranks under a token budget.
 
-Shapes: B rows (trajectories) in a micro-batch, T response tokens of the longest row, N tokens of all rows together.
+Shapes: B rows (trajectories) in a micro-batch, T response tokens of the longest row; N tokens and L loss tokens of all
+rows together.
 The rows are concatenated into a sequence of N tokens. Position ids restart at 0 for each row, and attention works row
 by row (attention.py).
 
@@ -39,6 +40,7 @@ class Row:
     loss_mask: np.ndarray
     """1 = counts in the loss."""
     rollout_logprobs: np.ndarray | None = None
+    """None = no policy sampled the response (SFT)."""
     contexts: tuple[tuple[int, np.ndarray], ...] = ()
     """(response index, token ids): from this index on, tokens are read after these ids, not after the prompt."""
 
@@ -103,6 +105,10 @@ class MicroBatch:
     """Tokens that each row attends to"""
     starts_context: Tensor
     """(B, T) bool, True only at the first response token after each new context (Row.contexts)"""
+    row_ids: tuple[int, ...] = ()
+    """Each row's index in the global mini-batch. () = an empty micro-batch: all ranks need the same number of them"""
+    num_row_tokens: int = 0
+    """Number of tokens of all rows. Tokens that rows share (tree.py) count once per row"""
     old_logprobs: Tensor | None = None
     """(B, T). This field and the fields below are filled before or by the update, if an option needs the values"""
     old_entropies: Tensor | None = None
@@ -117,10 +123,6 @@ class MicroBatch:
     """(B, T) the critic's values before the update"""
     returns: Tensor | None = None
     """(B, T) the critic's targets"""
-    row_ids: tuple[int, ...] = ()
-    """Each row's index in the global mini-batch. () = an empty micro-batch, so that all ranks have the same number"""
-    num_row_tokens: int = 0
-    """Number of tokens of all rows. Tokens that rows share (tree.py) count once per row"""
 
     @property
     def num_loss_tokens(self) -> int:
