@@ -230,7 +230,8 @@ def written_by(trajectory: Trajectory, group: Group) -> list[tuple[str, int, int
     writer = trajectory
     end = len(trajectory.token_ids)
     while end > 0:  # from the end of the response up the chain of parents, to the root (fork_at 0)
-        if writer.fork_at < end:  # else its branch left before it, so `writer` wrote none of these tokens
+        # Otherwise the branch left within tokens that `writer` inherited itself.
+        if writer.fork_at < end:
             spans.append((writer.trajectory_id, writer.fork_at, end))
             end = writer.fork_at
         writer = by_id.get(writer.parent_id)
