@@ -35,8 +35,8 @@ class GroupEvidence:
     """Everything that a group estimator may look at: N trajectories of a step, of all ranks.
 
     With advantage.dead_groups=drop the trajectories of dead groups are among them, although they are not trained on.
-    Trajectories without a reward (infrastructure errors) are left out, and so is a trajectory that is the only one left
-    of its group.
+    Trajectories that are left out (after an infrastructure error, or because a user's reward has no value) are not, and
+    neither is the only one left of a group.
     """
 
     rewards: Tensor
@@ -124,8 +124,8 @@ GROUP_ESTIMATORS: dict[str, Callable[[GroupEvidence, AdvantageConfig], Tensor]] 
 def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
     """Fill `trajectory.advantage` with the group estimator `cfg.kind`.
 
-    A trajectory that ended in an infrastructure error keeps None, and its group's mean ignores it. If such errors leave
-    one trajectory of a group, it gets 0: its reward would be a gradient without a baseline.
+    A trajectory that is left out (`trained_on`) keeps None, and its group's mean ignores it. The only one left of a
+    larger group gets 0: its reward would be a gradient without a baseline.
     """
     trajectories: list[Trajectory] = []
     group_ids: list[int] = []
