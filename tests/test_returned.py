@@ -294,7 +294,7 @@ def test_what_is_of_the_right_form_is_taken_as_it_is(own):
 
 def test_a_loss_token_without_an_advantage_is_no_number():
     class Two:
-        loss_mask, row_ids = torch.tensor([[1, 1, 0, 1]]), [0]
+        loss_mask, row_ids = torch.tensor([[True, True, False, True]]), [0]
 
     assert MicroBatch.rows_to_tensor(Two, [np.full(4, 0.5)]).tolist() == [[0.5, 0.5, 0.0, 0.5]]
     assert MicroBatch.rows_to_tensor(Two, [np.full(3, 0.5)])[0, 3].isnan()
