@@ -99,10 +99,10 @@ from arpo.tools.base import MutedTool
 
 def main(cfg: EvalConfig) -> None:
     if cfg.eval.regrade:
-        run = Path(cfg.eval.regrade)
+        folder = Path(cfg.eval.regrade)
         # No probe: all replies may be in the cache, and then the judge need not run.
-        judge = Judge(cfg.judge, run / "judge.sqlite") if cfg.judge.url else None
-        grade_and_report(run, cfg.reward, judge)
+        judge = Judge(cfg.judge, folder / "judge.sqlite") if cfg.judge.url else None
+        grade_and_report(folder, cfg.reward, judge)
         return
     ranks = init_ranks(cfg.run.peer_timeout_minutes, cfg.run.silence_timeout_s)
     ranks.log_devices({} if cfg.eval.server else {"engine.dtype": cfg.engine.dtype})
@@ -114,11 +114,12 @@ def main(cfg: EvalConfig) -> None:
         check_memory(job, ranks.device)
     team = form_team(ranks, 1 if cfg.eval.server else cfg.engine.tensor_parallel, cfg.model.path)
     env = Environment(model=cfg.model, protocol=cfg.protocol, tools=cfg.tools, team=team, rollout=cfg.rollout)
+    # for the muted sets (eval.num_muted), which show how many answers need no tool
     muted_tools = team.tool_runner({tag: MutedTool(tag) for tag in env.tools.tools})
     sets, absent = load_sets(cfg.eval, env.codec, env.schemas)
-    own_prompts = [prompt for s in sets if s.metric == "reward" for prompt in s.prompts]
-    if cfg.reward.file and own_prompts:
-        load_custom("reward.file", cfg.reward.function).try_on(own_prompts[0], env.codec)
+    to_reward = [prompt for question_set in sets if question_set.metric == "reward" for prompt in question_set.prompts]
+    if cfg.reward.file and to_reward:
+        load_custom("reward.file", cfg.reward.function).try_on(to_reward[0], env.codec)
 
     # ---- questions: those that an earlier run of the same command has finished are not asked again
     folder = cfg.run.folder
@@ -128,40 +129,40 @@ def main(cfg: EvalConfig) -> None:
         if cfg.judge.url:
             judge = Judge(cfg.judge, folder / "judge.sqlite")
             judge.probe()
-    ranks.barrier()
+    ranks.barrier()  # no rank may read the folder before the main rank has claimed it
     records = read_records(folder)
     sets_to_ask = [replace(s, prompts=unfinished(s.name, s.prompts, cfg.eval.num_samples, records)) for s in sets]
-    del records
+    del records  # they may be large
     ranks.barrier()  # no rank may write a record before all ranks have read the old ones
-    is_finished = not any(questions.prompts for questions in sets_to_ask)
+    is_finished = not any(to_ask.prompts for to_ask in sets_to_ask)
     # Only plain sets are counted here: a muted set has the questions of its plain set.
     if ranks.is_main and not is_finished:
         record_session(folder, {s.name: s.num_overlong for s in sets if not s.is_muted})
     for name in absent:
         log.line(f"{name}: left out; it is not in {cfg.eval.data_dir}")
-    for all_questions, questions in zip(sets, sets_to_ask, strict=True):
-        if not all_questions.is_muted:
-            num_questions = len(all_questions.prompts)
-            num_finished = num_questions - len(questions.prompts)
-            log.line(f"{all_questions.name}: {num_questions} questions, {num_finished} of them finished before")
+    for question_set, to_ask in zip(sets, sets_to_ask, strict=True):
+        if not question_set.is_muted:
+            num_questions = len(question_set.prompts)
+            num_finished = num_questions - len(to_ask.prompts)
+            log.line(f"{question_set.name}: {num_questions} questions, {num_finished} of them finished before")
 
     # ---- rollout: set by set, each set's questions split over the teams; each finished group is saved at once
     engine = None if is_finished else make_engine(cfg, env.codec, team.index)
     sampling = replace(cfg.rollout, group_size=cfg.eval.num_samples)
     no_branching = BranchingConfig(selector="none", num_initial_rollouts=sampling.group_size)
-    for questions in sets_to_ask:
-        if not questions.prompts:
+    for to_ask in sets_to_ask:
+        if not to_ask.prompts:
             continue
         dump = SetDump(
             folder,
-            questions.name,
-            metric=questions.metric,
+            to_ask.name,
+            metric=to_ask.metric,
             tools=env.codec.tools,
             protocol=env.codec.format,
         )
         sampler = Sampler(
             engine=engine,
-            tools=muted_tools if questions.is_muted else env.tools,
+            tools=muted_tools if to_ask.is_muted else env.tools,
             codec=env.codec,
             team=team,
             log=log,
@@ -173,12 +174,12 @@ def main(cfg: EvalConfig) -> None:
         )
         source = OneRollout(
             sampler,
-            questions.prompts,
+            to_ask.prompts,
             name=0,  # part of the seeds: a muted set gets the random numbers of its plain set
-            label=questions.name,
+            label=to_ask.name,
             max_at_once=2 * cfg.engine.max_num_seqs,  # one full batch decodes while another waits for tools
         )
-        sampler.run(source, questions.name, len(team.share(questions.prompts)), is_part=False)
+        sampler.run(source, to_ask.name, num_groups=len(team.share(to_ask.prompts)), is_part=False)
     env.tools.close()
     muted_tools.close()
     if engine is not None:

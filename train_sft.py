@@ -74,8 +74,12 @@ def main(cfg: SFTConfig) -> None:
     run = cfg.run
     model = cfg.model
     max_tokens = cfg.data.max_tokens_per_microbatch
-    max_norm = cfg.optim.max_grad_norm
-    ranks = init_ranks(run.peer_timeout_minutes, run.silence_timeout_s, model.shard_size, model.context_parallel)
+    ranks = init_ranks(
+        run.peer_timeout_minutes,
+        run.silence_timeout_s,
+        shard_size=model.shard_size,
+        context_parallel=model.context_parallel,
+    )
     ranks.log_devices({"model.compute_dtype": model.compute_dtype}, attention_backend(model, ranks.device))
 
     # ---- check all inputs before the model is loaded
@@ -87,7 +91,7 @@ def main(cfg: SFTConfig) -> None:
     tokens = run.folder / "tokens"
     train_rows = tokenise(local_file(cfg.data.train), cfg.data, codec, folder=tokens / "train", ranks=ranks)
     valid_rows = []
-    if cfg.data.valid:
+    if cfg.data.valid:  # kept in memory as a list: each validation reads all of them
         valid_rows = list(tokenise(local_file(cfg.data.valid), cfg.data, codec, folder=tokens / "valid", ranks=ranks))
     order = PromptOrder(
         len(train_rows), cfg.data.num_conversations_per_step, run.seed, option="data.num_conversations_per_step"
@@ -129,17 +133,22 @@ def main(cfg: SFTConfig) -> None:
         # ---- every rank reads the global batch, and takes its share of the tokens
         rows = [train_rows[i] for i in order.indices(step - 1)]
         num_loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
-        micros = share(rows, max_tokens, ranks)
+        micros = local_microbatches(rows, max_tokens, ranks)
 
         # ---- one optimizer step on the mean over all loss tokens of all ranks
         with timers("update"):
             lr = set_learning_rate(optimizer, step - 1, num_steps, cfg.optim)
             metrics.mean("optim/lr", lr)
             with reported_if_not_finite(f"step {step}", micros, run.folder, ranks):
-                update = update_policy(
-                    policy, optimizer, micros, num_loss_tokens=num_loss_tokens, max_grad_norm=max_norm, ranks=ranks
+                update_metrics = update_policy(
+                    policy=policy,
+                    optimizer=optimizer,
+                    micros=micros,
+                    num_loss_tokens=num_loss_tokens,
+                    max_grad_norm=cfg.optim.max_grad_norm,
+                    ranks=ranks,
                 )
-                metrics.merge(update)
+            metrics.merge(update_metrics)
 
         # ---- validate, log, save. In this order no checkpoint is ahead of the log.
         is_last = step == num_steps
@@ -163,7 +172,7 @@ def main(cfg: SFTConfig) -> None:
     ranks.close()
 
 
-def share(rows: list[Row], max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
+def local_microbatches(rows: list[Row], max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
     """Return this rank's micro-batches of `rows`; with context parallelism, its part of the group's micro-batches."""
     micros = microbatches(
         rows, ranks.data_rank, ranks.data_size, max_tokens=max_tokens, option="data.max_tokens_per_microbatch"
@@ -199,10 +208,10 @@ def update_policy(
 
 
 @torch.no_grad()
-def validation_nll(policy: Policy, rows: list[Row], max_tokens_per_microbatch: int, ranks: Ranks) -> float:
+def validation_nll(policy: Policy, rows: list[Row], max_tokens: int, ranks: Ranks) -> float:
     """Return the mean negative log-likelihood per loss token (nats) over all rows and ranks."""
     total = 0.0
-    for micro in share(rows, max_tokens_per_microbatch, ranks):
+    for micro in local_microbatches(rows, max_tokens, ranks):
         logprobs, _ = policy(micro)
         total -= logprobs.sum().double()
     [global_total] = ranks.all_reduce_sum(float(total))
@@ -213,12 +222,13 @@ def console_text(values: dict[str, float]) -> str:
     """Return the console line of a training step."""
     parts = [
         f"loss {values['loss/nll']:.4f}",
-        *([f"valid {values['valid/nll']:.4f}"] if "valid/nll" in values else []),
         f"entropy {values['loss/entropy']:.3f}",
         f"grad {values['optim/grad_norm']:.2f}",
         f"lr {values['optim/lr']:.1e}",
         f"{values['tokens/trained_per_second']:,.0f} tokens/s per rank",
     ]
+    if "valid/nll" in values:
+        parts.insert(1, f"valid {values['valid/nll']:.4f}")
     return "  ".join(parts)
 
 

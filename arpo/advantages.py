@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arpo.config.named import check_name, is_own
+from arpo.config.named import is_own
 from arpo.config.returned import call_named, checked_numbers, checked_values
 from arpo.options import AdvantageConfig
 from arpo.selection import trained_on
 from arpo.trajectory import Group, Trajectory
+
+# ----------------------------------------------------------------------------------------------------- group estimators
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class GroupEvidence:
     """Everything that a group estimator may look at: N trajectories of a step, of all ranks.
 
     With advantage.dead_groups=drop the trajectories of dead groups are among them, although they are not trained on.
-    Trajectories without a reward (infrastructure errors) are left out, and so is a trajectory that is the only one left
-    of its group.
+    Trajectories that are left out (after an infrastructure error, or because a user's reward has no value) are not, and
+    neither is the only one left of a group.
     """
 
     rewards: Tensor
@@ -45,20 +47,8 @@ class GroupEvidence:
     """(N,)"""
 
 
-@dataclass(frozen=True)
-class CriticEvidence:
-    """Everything that an estimator with a critic may look at: B trajectories of T response tokens."""
-
-    rewards: Tensor
-    """(B, T) the trajectory's reward at its last loss token, 0 at other tokens; minus each token's KL penalty."""
-    values: Tensor
-    """(B, T) the critic's values before the update."""
-    mask: Tensor
-    """(B, T) bool, True where the policy sampled the token."""
-
-
 def grpo(evidence: GroupEvidence, cfg: AdvantageConfig) -> Tensor:
-    """GRPO: `group_advantages`. With normalize=none Dr.GRPO; with normalize=batch `batch_advantages`."""
+    """Return each trajectory's advantage, (N,): GRPO, Dr.GRPO (normalize=none), or REINFORCE++ (normalize=batch)."""
     if cfg.normalize == "batch":
         return batch_advantages(evidence, with_dead_groups=cfg.dead_groups == "keep")
     return group_advantages(evidence.rewards, evidence.group_ids, normalize_std=cfg.normalize == "group")
@@ -125,53 +115,17 @@ def indices_by_group(group_ids: Sequence[Hashable]) -> list[list[int]]:
     return list(indices.values())
 
 
-def gae(evidence: CriticEvidence, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """PPO's advantages and returns: `gae_advantages`."""
-    return gae_advantages(evidence.rewards, evidence.values, evidence.mask, gamma=cfg.gamma, lam=cfg.lam)
-
-
-def gae_advantages(
-    token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438); returns = advantages + values. All (B, T), 0 off the mask.
-
-    Only sampled tokens (mask 1) are steps; tool results are skipped. A reward on a mask-0 position counts for the last
-    sampled token before it. Rewards [0, 1], values [0.5, 0.25], gamma = lam = 1 -> [0.5, 0.75], returns [1, 1].
-    """
-    assert token_rewards.shape == values.shape == mask.shape, (token_rewards.shape, values.shape, mask.shape)
-    sampled = mask.bool()
-    # From the last token to the first. Each variable is (B,) and belongs to the first sampled token after t.
-    next_value = torch.zeros_like(values[:, 0])
-    advantage = torch.zeros_like(next_value)
-    late_reward = torch.zeros_like(next_value)  # rewards of the mask-0 positions just after t
-    columns = []
-    for t in reversed(range(values.shape[1])):
-        reward = late_reward + token_rewards[:, t]
-        delta = reward + gamma * next_value - values[:, t]
-        advantage = torch.where(sampled[:, t], delta + gamma * lam * advantage, advantage)
-        next_value = torch.where(sampled[:, t], values[:, t], next_value)
-        late_reward = torch.where(sampled[:, t], 0.0, reward)
-        columns.append(torch.where(sampled[:, t], advantage, 0.0))
-    advantages = torch.stack(columns[::-1], dim=1)
-    return advantages, torch.where(sampled, advantages + values, 0.0)
-
-
 GROUP_ESTIMATORS: dict[str, Callable[[GroupEvidence, AdvantageConfig], Tensor]] = {
     "grpo": grpo,
 }
 """Each function returns an advantage for each trajectory, (N,)."""
-CRITIC_ESTIMATORS: dict[str, Callable[[CriticEvidence, AdvantageConfig], tuple[Tensor, Tensor]]] = {
-    "gae": gae,
-}
-"""Each function gives (advantages, returns), (B, T) each. The advantages are whitened afterwards; the returns are the
-critic's targets."""
 
 
 def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
     """Fill `trajectory.advantage` with the group estimator `cfg.kind`.
 
-    A trajectory that ended in an infrastructure error keeps None, and its group's mean ignores it. If such errors leave
-    one trajectory of a group, it gets 0: its reward would be a gradient without a baseline.
+    A trajectory that is left out (`trained_on`) keeps None, and its group's mean ignores it. The only one left of a
+    larger group gets 0: its reward would be a gradient without a baseline.
     """
     trajectories: list[Trajectory] = []
     group_ids: list[int] = []
@@ -193,6 +147,56 @@ def assign_advantages(groups: list[Group], cfg: AdvantageConfig) -> None:
         t.advantage = advantage
 
 
+# ---------------------------------------------------------------------------------------------------- critic estimators
+
+
+@dataclass(frozen=True)
+class CriticEvidence:
+    """Everything that an estimator with a critic may look at: B trajectories of T response tokens."""
+
+    rewards: Tensor
+    """(B, T) the trajectory's reward at its last loss token, 0 at other tokens; minus each token's KL penalty."""
+    values: Tensor
+    """(B, T) the critic's values before the update."""
+    mask: Tensor
+    """(B, T) bool, True where the policy sampled the token."""
+
+
+def gae(evidence: CriticEvidence, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (PPO, arXiv 1506.02438): (advantages, returns), (B, T) each, 0 off the mask.
+
+    returns = advantages + values. Only sampled tokens (mask 1) are steps; tool results are skipped. A reward on a
+    mask-0 position counts for the last sampled token before it.
+    Rewards [0, 1], values [0.5, 0.25], gamma = lam = 1 -> advantages [0.5, 0.75], returns [1, 1].
+    """
+    values = evidence.values
+    sampled = evidence.mask
+    # From the last token to the first. Each variable is (B,) and belongs to the first sampled token after t.
+    next_value = torch.zeros_like(values[:, 0])
+    advantage = torch.zeros_like(next_value)
+    late_reward = torch.zeros_like(next_value)  # rewards of the mask-0 positions just after t
+    columns = []
+    for t in reversed(range(values.shape[1])):
+        reward = late_reward + evidence.rewards[:, t]
+        delta = reward + cfg.gamma * next_value - values[:, t]
+        advantage = torch.where(sampled[:, t], delta + cfg.gamma * cfg.lam * advantage, advantage)
+        next_value = torch.where(sampled[:, t], values[:, t], next_value)
+        late_reward = torch.where(sampled[:, t], 0.0, reward)
+        columns.append(torch.where(sampled[:, t], advantage, 0.0))
+    advantages = torch.stack(columns[::-1], dim=1)
+    return advantages, torch.where(sampled, advantages + values, 0.0)
+
+
+CRITIC_ESTIMATORS: dict[str, Callable[[CriticEvidence, AdvantageConfig], tuple[Tensor, Tensor]]] = {
+    "gae": gae,
+}
+"""Each function gives (advantages, returns), (B, T) each. The advantages are whitened afterwards; the returns are the
+critic's targets."""
+
+
+# --------------------------------------------------------------------------------------------------------- tree credits
+
+
 def soft(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
     """Every token gets its trajectory's advantage."""
     return {t.trajectory_id: np.full(len(t.token_ids), t.advantage) for t in trained_on(group)}
@@ -209,20 +213,36 @@ def hard(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
         for writer, start, end in spans[t.trajectory_id]:
             sums[writer][start:end] += t.advantage
             counts[writer][start:end] += 1
-    credits = {}
+    credits = {t.trajectory_id: np.zeros(len(t.token_ids)) for t in trained}
     for t in trained:
-        means = [sums[writer][start:end] / counts[writer][start:end] for writer, start, end in spans[t.trajectory_id]]
-        credits[t.trajectory_id] = np.concatenate(means) if means else np.zeros(0)
+        for writer, start, end in spans[t.trajectory_id]:
+            credits[t.trajectory_id][start:end] = sums[writer][start:end] / counts[writer][start:end]
     return credits
+
+
+def written_by(trajectory: Trajectory, group: Group) -> list[tuple[str, int, int]]:
+    """Return the spans of the response, in order, as (id of the trajectory that wrote the span, start, end).
+
+    Branch "0.0" has 3 tokens, and left "0" at 2: [("0", 0, 2), ("0.0", 2, 3)].
+    """
+    by_id = {t.trajectory_id: t for t in group.trajectories}
+    spans = []
+    writer = trajectory
+    end = len(trajectory.token_ids)
+    while end > 0:  # from the end of the response up the chain of parents, to the root (fork_at 0)
+        # Otherwise the branch left within tokens that `writer` inherited itself.
+        if writer.fork_at < end:
+            spans.append((writer.trajectory_id, writer.fork_at, end))
+            end = writer.fork_at
+        writer = by_id.get(writer.parent_id)
+    return spans[::-1]
 
 
 def node(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
     """A token gets the value of its turn, see `node_values` (AT2PO, arXiv 2601.04767: node_value, child_mean)."""
     paths, values = node_values(group, cfg)
-    credits = {}
-    for trajectory_id, path in paths.items():
-        _, *turns, _ = path  # without the prompt and the leaf
-        credits[trajectory_id] = [values[turn] for turn in turns]
+    # [1:-1]: without the prompt and the leaf
+    credits = {trajectory_id: [values[turn] for turn in path[1:-1]] for trajectory_id, path in paths.items()}
     return turn_to_token_credits(group, credits)
 
 
@@ -240,57 +260,6 @@ def node_parent(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
     return turn_to_token_credits(group, credits)
 
 
-def inter_intra(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
-    """Every token gets its trajectory's z (`z_scores`) in the group, plus its z among the trajectories of the same root
-    (Tree-GRPO, arXiv 2509.21240). A root without branches adds 0."""
-    trained = trained_on(group)
-    rewards = np.array([t.reward - t.kl_penalty for t in trained])
-    credits = z_scores(rewards, cfg, ddof=1)
-    # branch "0.1" of root "0": the part before the first dot is the root's id
-    root_ids = [t.trajectory_id.partition(".")[0] for t in trained]
-    for indices in indices_by_group(root_ids):
-        credits[indices] += z_scores(rewards[indices], cfg, ddof=1)
-    return {t.trajectory_id: np.full(len(t.token_ids), credit) for t, credit in zip(trained, credits, strict=True)}
-
-
-TREE_CREDITS: dict[str, Callable[[Group, AdvantageConfig], dict[str, np.ndarray]]] = {
-    "soft": soft,
-    "hard": hard,
-    "node": node,
-    "node_parent": node_parent,
-    "inter_intra": inter_intra,
-}
-"""Each function returns trajectory_id -> (T,) advantage of every response token, for all trajectories that are trained
-on. The input is the group's tree, with the `advantage` or `reward` of each trajectory.
-
-Example: A (reward 1) and its branch B (reward 0, forked at 2), three tokens and two turns each, advantages 1 and -1.
-soft: A [1, 1, 1], B [-1, -1, -1]. hard, node and node_parent: A [0, 0, 1], B [0, 0, -1].
-inter_intra: A [1.41, 1.41, 1.41], B the negative."""
-FROM_REWARDS = {"node", "node_parent", "inter_intra"}
-"""Tree credits that normalise the rewards themselves. They need advantage.kind=grpo and normalize=group or none."""
-
-
-def token_advantages(group: Group, tree: str, cfg: AdvantageConfig | None = None) -> dict[str, np.ndarray]:
-    """Return trajectory_id -> (T,) advantages of the tokens, from the tree credit of this name.
-
-    Raises ValueError for an unknown name, and UserError if a custom tree credit does not return a finite number for
-    each token of each trajectory that is trained on.
-    """
-    check_name("advantage.tree", tree, "advantages", "TREE_CREDITS")
-    visible = group.for_custom_code() if is_own(tree) else group
-    returned = call_named("advantage.tree", tree, TREE_CREDITS, visible, cfg or AdvantageConfig())
-
-    trained = trained_on(group)
-    subject = f"advantage.tree={tree}: the credits of"
-    trajectory_ids = [t.trajectory_id for t in trained]
-    by_trajectory = checked_values(returned, f"{subject} prompt {group.prompt.prompt_id}", trajectory_ids)
-    credits = {}
-    for t, values in zip(trained, by_trajectory, strict=True):
-        subject_of_tokens = f"{subject} the tokens of prompt {t.prompt_id}, trajectory {t.trajectory_id}"
-        credits[t.trajectory_id] = checked_numbers(values, subject_of_tokens, len(t.token_ids))
-    return credits
-
-
 TreeNode = tuple[str, int]
 """Name of a turn in the group's tree: (id of the trajectory that sampled the turn, the first response position)."""
 PROMPT: TreeNode = ("", 0)
@@ -302,9 +271,12 @@ LEAF = -1
 def node_values(group: Group, cfg: AdvantageConfig) -> tuple[dict[str, list[TreeNode]], dict[TreeNode, float]]:
     """Return trajectory_id -> path for the trajectories that are trained on, and the value of each point of a path.
 
-    A path leads from PROMPT over the trajectory's turns to its leaf, (trajectory_id, LEAF). The value of a leaf is the
-    z of its reward among the group's leaves, with the population's standard deviation. The value of a turn, or of the
-    prompt, is the mean over its children; each child counts once, whatever the number of leaves below it.
+    A path leads from PROMPT over the trajectory's turns to its leaf, (trajectory_id, LEAF). Branch B of A, forked at 2:
+    A's path is [PROMPT, ("A", 0), ("A", 2), ("A", LEAF)], and B's is [PROMPT, ("A", 0), ("B", 2), ("B", LEAF)].
+
+    The value of a leaf is the z of its reward among the group's leaves, with the population's standard deviation. The
+    value of a turn, or of the prompt, is the mean over its children; each child counts once, whatever the number of
+    leaves below it.
     """
     trained = trained_on(group)
     paths = {t.trajectory_id: [PROMPT, *turn_nodes(t, group), (t.trajectory_id, LEAF)] for t in trained}
@@ -347,6 +319,19 @@ def turn_to_token_credits(group: Group, credits: dict[str, list[float]]) -> dict
     return tokens
 
 
+def inter_intra(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
+    """Every token gets its trajectory's z (`z_scores`) in the group, plus its z among the trajectories of the same root
+    (Tree-GRPO, arXiv 2509.21240). A root without branches adds 0."""
+    trained = trained_on(group)
+    rewards = np.array([t.reward - t.kl_penalty for t in trained])
+    credits = z_scores(rewards, cfg, ddof=1)
+    # branch "0.1" of root "0": the part before the first dot is the root's id
+    root_ids = [t.trajectory_id.partition(".")[0] for t in trained]
+    for indices in indices_by_group(root_ids):
+        credits[indices] += z_scores(rewards[indices], cfg, ddof=1)
+    return {t.trajectory_id: np.full(len(t.token_ids), credit) for t, credit in zip(trained, credits, strict=True)}
+
+
 def z_scores(rewards: np.ndarray, cfg: AdvantageConfig, *, ddof: int) -> np.ndarray:
     """(x - mean) / (std + 1e-6), std over N - ddof; with normalize=none only x - mean; equal rewards give 0."""
     if not len(rewards) or (rewards == rewards[0]).all():
@@ -355,21 +340,38 @@ def z_scores(rewards: np.ndarray, cfg: AdvantageConfig, *, ddof: int) -> np.ndar
     return centred / (rewards.std(ddof=ddof) + 1e-6) if cfg.normalize == "group" else centred
 
 
-def written_by(trajectory: Trajectory, group: Group) -> list[tuple[str, int, int]]:
-    """Return the spans of the response, in order, as (id of the trajectory that wrote the span, start, end).
+TREE_CREDITS: dict[str, Callable[[Group, AdvantageConfig], dict[str, np.ndarray]]] = {
+    "soft": soft,
+    "hard": hard,
+    "node": node,
+    "node_parent": node_parent,
+    "inter_intra": inter_intra,
+}
+"""Each function returns trajectory_id -> (T,) advantage of every response token, for all trajectories that are trained
+on. The input is the group's tree, with the `advantage` or `reward` of each trajectory.
 
-    Branch "0.0", which left "0" at 2, of 3 tokens: [("0", 0, 2), ("0.0", 2, 3)].
+Example: A (reward 1) and its branch B (reward 0, forked at 2), three tokens and two turns each, advantages 1 and -1.
+soft: A [1, 1, 1], B [-1, -1, -1]. hard, node and node_parent: A [0, 0, 1], B [0, 0, -1].
+inter_intra: A [1.41, 1.41, 1.41], B the negative."""
+FROM_REWARDS = {"node", "node_parent", "inter_intra"}
+"""Tree credits that normalise the rewards themselves. They need advantage.kind=grpo and normalize=group or none."""
+
+
+def token_advantages(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
+    """Return trajectory_id -> (T,) advantages of the tokens, from the tree credit `cfg.tree`.
+
+    Raises UserError if a custom tree credit does not return a finite number for each token of each trajectory that is
+    trained on.
     """
-    by_id = {t.trajectory_id: t for t in group.trajectories}
-    spans = []
-    writer = trajectory
-    end = len(trajectory.token_ids)
-    while end > 0:  # from the end of the response up the chain of parents
-        is_root = writer.parent_id is None
-        start = 0 if is_root else writer.fork_at
-        if start < end:
-            spans.append((writer.trajectory_id, start, end))
-        end = min(start, end)
-        if not is_root:
-            writer = by_id[writer.parent_id]
-    return spans[::-1]
+    visible = group.for_custom_code() if is_own(cfg.tree) else group
+    returned = call_named("advantage.tree", cfg.tree, TREE_CREDITS, visible, cfg)
+
+    trained = trained_on(group)
+    subject = f"advantage.tree={cfg.tree}: the credits of"
+    trajectory_ids = [t.trajectory_id for t in trained]
+    by_trajectory = checked_values(returned, f"{subject} prompt {group.prompt.prompt_id}", trajectory_ids)
+    credits = {}
+    for t, values in zip(trained, by_trajectory, strict=True):
+        subject_of_tokens = f"{subject} the tokens of prompt {t.prompt_id}, trajectory {t.trajectory_id}"
+        credits[t.trajectory_id] = checked_numbers(values, subject_of_tokens, len(t.token_ids))
+    return credits

@@ -1,6 +1,7 @@
 """Rows and padding-free micro-batches, balanced over ranks under a token budget.
 
-Shapes: B rows (trajectories) in a micro-batch, T response tokens of the longest row, N tokens of all rows together.
+Shapes: B rows (trajectories) in a micro-batch, T response tokens of the longest row; N tokens and L loss tokens of all
+rows together.
 The rows are concatenated into a sequence of N tokens. Position ids restart at 0 for each row, and attention works row
 by row (attention.py).
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from arpo.trajectory import Group, Trajectory
 
-BUDGET = "update.max_tokens_per_microbatch"
+BUDGET_OPTION = "update.max_tokens_per_microbatch"
 """The option that limits a micro-batch in RL. SFT passes the name of its option."""
 
 
@@ -39,6 +40,7 @@ class Row:
     loss_mask: np.ndarray
     """1 = counts in the loss."""
     rollout_logprobs: np.ndarray | None = None
+    """None = no policy sampled the response (SFT)."""
     contexts: tuple[tuple[int, np.ndarray], ...] = ()
     """(response index, token ids): from this index on, tokens are read after these ids, not after the prompt."""
 
@@ -67,11 +69,111 @@ class Row:
         ]
 
 
+def row_of(group: Group, trajectory: Trajectory) -> Row:
+    """Return the row of a trajectory and its group's prompt."""
+    return Row(
+        prompt_ids=np.asarray(group.prompt.token_ids, dtype=np.int64),
+        response_ids=np.asarray(trajectory.token_ids, dtype=np.int64),
+        loss_mask=np.asarray(trajectory.loss_mask, dtype=np.int64),
+        rollout_logprobs=np.asarray(trajectory.rollout_logprobs, dtype=np.float32),
+        contexts=tuple(
+            (context.start, np.asarray(context.token_ids, dtype=np.int64)) for context in trajectory.contexts
+        ),
+    )
+
+
+@dataclass
+class MicroBatch:
+    """The input of one forward and backward pass. (B, T) tensors are aligned with responses, 0 beyond a row's end."""
+
+    input_ids: Tensor
+    """(1, N)"""
+    position_ids: Tensor
+    """(1, N), from 0 within each row"""
+    predict_from: Tensor
+    """(B, T) position in the N tokens whose hidden state predicts response token (b, t): the previous token"""
+    targets: Tensor
+    """(B, T) response token ids"""
+    loss_mask: Tensor
+    """(B, T) bool"""
+    loss_index: Tensor
+    """(2, L) row and column of each loss token, row after row. Index a tensor with `loss_index`, not with the mask: for
+    a mask on a GPU the host would wait for the number of tokens."""
+    rollout_logprobs: Tensor
+    """(B, T) float32"""
+    paths: RowPaths
+    """Tokens that each row attends to"""
+    starts_context: Tensor
+    """(B, T) bool, True only at the first response token after each new context (Row.contexts)"""
+    row_ids: tuple[int, ...] = ()
+    """Each row's index in the global mini-batch. () = an empty micro-batch: all ranks need the same number of them"""
+    num_row_tokens: int = 0
+    """Number of tokens of all rows. Tokens that rows share (tree.py) count once per row"""
+    old_logprobs: Tensor | None = None
+    """(B, T). This field and the fields below are filled before or by the update, if an option needs the values"""
+    old_entropies: Tensor | None = None
+    """(B, T) nats, filled with old_logprobs"""
+    ref_logprobs: Tensor | None = None
+    """(B, T) under the reference policy"""
+    rollout_weights: Tensor | None = None
+    """(B, T) importance weights of the rollout correction"""
+    advantages: Tensor | None = None
+    """(B, T)"""
+    old_values: Tensor | None = None
+    """(B, T) the critic's values before the update"""
+    returns: Tensor | None = None
+    """(B, T) the critic's targets"""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return self.loss_index.shape[1]
+
+    def at_loss_tokens(self, values: Tensor) -> Tensor:
+        """Return the values of (B, T) at the loss tokens, as (L,)."""
+        rows, columns = self.loss_index
+        return values[rows, columns]
+
+    def head_inputs(self) -> tuple[Tensor, Tensor]:
+        """Return what the head scores: (positions in the N tokens, target ids), (L,) each. See `to_rows`."""
+        return self.at_loss_tokens(self.predict_from), self.at_loss_tokens(self.targets)
+
+    def to_rows(self, values: Tensor) -> Tensor:
+        """Return the head's outputs for `head_inputs`, (L, ...), as (B, T, ...) float32; 0 where the mask is 0.
+
+        Differentiable.
+        """
+        rows = torch.zeros((*self.loss_mask.shape, *values.shape[1:]), dtype=torch.float32, device=values.device)
+        return rows.index_put(tuple(self.loss_index), values)
+
+    def attention_options(self) -> dict[str, Any]:
+        """Return keyword arguments for the attention layers of a forward pass."""
+        return {"paths": self.paths.for_one_pass()}
+
+    def rows_to_tensor(self, values: Sequence[np.ndarray]) -> Tensor:
+        """Return the values of this micro-batch's rows as (B, T) float32, 0 where the mask is 0.
+
+        `values` has one array for each row of the global mini-batch.
+        """
+        # NaN, not 0: a loss token without a value must end the run, instead of training silently on a 0.
+        out = torch.full(self.loss_mask.shape, float("nan"), dtype=torch.float32)
+        for b, row_id in enumerate(self.row_ids):
+            of_row = torch.as_tensor(values[row_id], dtype=torch.float32)
+            out[b, : len(of_row)] = of_row
+        return torch.where(self.loss_mask, to_device(out, self.loss_mask.device), 0.0)
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """Return a copy on the device. The host does not wait for work that the device is still doing."""
+        moved = {}
+        for name, value in vars(self).items():
+            moved[name] = to_device(value, device) if isinstance(value, Tensor) else value
+        moved["paths"] = self.paths.to(device)
+        return type(self)(**moved)
+
+
 class RowPaths:
     """The tokens of a micro-batch that each row attends to.
 
-    A row is here one sequence (`Row.sequences`): a trajectory with several contexts has several.
-
+    In this class a row is one sequence (`Row.sequences`): a trajectory with several contexts has several.
     Not a dataclass: FSDP2 copies dataclasses before each layer, so the layers of a forward pass could not share masks.
     """
 
@@ -139,112 +241,11 @@ def cumulated(lengths: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(np.cumsum((0, *lengths), dtype=np.int32))
 
 
-@dataclass
-class MicroBatch:
-    """The input of one forward and backward pass. (B, T) tensors are aligned with responses, 0 beyond a row's end."""
-
-    input_ids: Tensor
-    """(1, N)"""
-    position_ids: Tensor
-    """(1, N), from 0 within each row"""
-    predict_from: Tensor
-    """(B, T) position in the N tokens whose hidden state predicts response token (b, t): the previous token"""
-    targets: Tensor
-    """(B, T) response token ids"""
-    loss_mask: Tensor
-    """(B, T) bool"""
-    loss_index: Tensor
-    """(2, L) row and column of each loss token, row after row. Index a tensor with `loss_index`, not with the mask: for
-    a mask on a GPU the host would wait for the number of tokens."""
-    rollout_logprobs: Tensor
-    """(B, T) float32"""
-    paths: RowPaths
-    """Tokens that each row attends to"""
-    starts_context: Tensor
-    """(B, T) bool, True only at the first response token after each new context (Row.contexts)"""
-    old_logprobs: Tensor | None = None
-    """(B, T). This field and the fields below are filled before or by the update, if an option needs the values"""
-    old_entropies: Tensor | None = None
-    """(B, T) nats, filled with old_logprobs"""
-    ref_logprobs: Tensor | None = None
-    """(B, T) under the reference policy"""
-    rollout_weights: Tensor | None = None
-    """(B, T) importance weights of the rollout correction"""
-    advantages: Tensor | None = None
-    """(B, T)"""
-    old_values: Tensor | None = None
-    """(B, T) the critic's values before the update"""
-    returns: Tensor | None = None
-    """(B, T) the critic's targets"""
-    row_ids: tuple[int, ...] = ()
-    """Each row's index in the global mini-batch. () = an empty micro-batch, so that all ranks have the same number"""
-    num_row_tokens: int = 0
-    """Number of tokens of all rows. Tokens that rows share (tree.py) count once per row"""
-
-    @property
-    def num_loss_tokens(self) -> int:
-        return self.loss_index.shape[1]
-
-    def at_loss_tokens(self, values: Tensor) -> Tensor:
-        """Return the values of (B, T) at the loss tokens, as (L,)."""
-        rows, columns = self.loss_index
-        return values[rows, columns]
-
-    def head_inputs(self) -> tuple[Tensor, Tensor]:
-        """Return what the head scores: (positions in the N tokens, target ids), (L,) each. See `to_rows`."""
-        return self.at_loss_tokens(self.predict_from), self.at_loss_tokens(self.targets)
-
-    def to_rows(self, values: Tensor) -> Tensor:
-        """Return the head's outputs for `head_inputs`, (L, ...), as (B, T, ...) float32; 0 where the mask is 0.
-
-        Differentiable.
-        """
-        rows = torch.zeros((*self.loss_mask.shape, *values.shape[1:]), dtype=torch.float32, device=values.device)
-        return rows.index_put(tuple(self.loss_index), values)
-
-    def attention_options(self) -> dict[str, Any]:
-        """Return keyword arguments for the attention layers of a forward pass."""
-        return {"paths": self.paths.for_one_pass()}
-
-    def rows_to_tensor(self, values: Sequence[np.ndarray]) -> Tensor:
-        """Return the values of this micro-batch's rows as (B, T) float32, 0 where the mask is 0.
-
-        `values` has one array for each row of the global mini-batch.
-        """
-        # NaN, not 0: a loss token without a value must end the run, instead of training silently on a 0.
-        out = torch.full(self.loss_mask.shape, float("nan"), dtype=torch.float32)
-        for b, row_id in enumerate(self.row_ids):
-            of_row = torch.as_tensor(values[row_id], dtype=torch.float32)
-            out[b, : len(of_row)] = of_row
-        return torch.where(self.loss_mask.bool(), to_device(out, self.loss_mask.device), 0.0)
-
-    def to(self, device: torch.device | str) -> MicroBatch:
-        """Return a copy on the device. The host does not wait for work that the device is still doing."""
-        moved = {}
-        for name, value in vars(self).items():
-            moved[name] = to_device(value, device) if isinstance(value, Tensor) else value
-        moved["paths"] = self.paths.to(device)
-        return type(self)(**moved)
-
-
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a host tensor on a device. A copy to a GPU goes through pinned memory: any other makes the host wait."""
     if torch.device(device).type == "cuda" and not tensor.is_cuda:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def row_of(group: Group, trajectory: Trajectory) -> Row:
-    """Return the row of a trajectory and its group's prompt."""
-    return Row(
-        prompt_ids=np.asarray(group.prompt.token_ids, dtype=np.int64),
-        response_ids=np.asarray(trajectory.token_ids, dtype=np.int64),
-        loss_mask=np.asarray(trajectory.loss_mask, dtype=np.int64),
-        rollout_logprobs=np.asarray(trajectory.rollout_logprobs, dtype=np.float32),
-        contexts=tuple(
-            (context.start, np.asarray(context.token_ids, dtype=np.int64)) for context in trajectory.contexts
-        ),
-    )
 
 
 def assign_to_ranks(lengths: list[int], num_ranks: int) -> list[list[int]]:
@@ -254,14 +255,14 @@ def assign_to_ranks(lengths: list[int], num_ranks: int) -> list[list[int]]:
     """
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         rank = loads.index(min(loads))
         shares[rank].append(index)
         loads[rank] += lengths[index]
     return shares
 
 
-def pack(lengths: list[int], max_tokens: int, option: str = BUDGET) -> list[list[int]]:
+def pack(lengths: list[int], max_tokens: int, option: str = BUDGET_OPTION) -> list[list[int]]:
     """Return bins of indices with at most `max_tokens` each (first fit, longest first).
 
     [5, 3, 4, 2], budget 7 -> [[0, 3], [2, 1]]. Raises ValueError if a single sequence is longer; the message names
@@ -269,7 +270,7 @@ def pack(lengths: list[int], max_tokens: int, option: str = BUDGET) -> list[list
     """
     bins: list[list[int]] = []
     loads: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if lengths[index] > max_tokens:
             raise ValueError(
                 f"a sequence of {lengths[index]} tokens does not fit into "
@@ -292,7 +293,7 @@ def microbatches(
     max_tokens: int,
     *,
     device: torch.device | str = "cpu",
-    option: str = BUDGET,
+    option: str = BUDGET_OPTION,
 ) -> list[MicroBatch]:
     """Return this rank's micro-batches of a global mini-batch. `option` is the name of `max_tokens` in errors.
 
@@ -304,8 +305,7 @@ def microbatches(
     shares = assign_to_ranks(lengths, world_size)
     bins_of_rank = [pack([lengths[i] for i in share], max_tokens, option) for share in shares]
     num_micros = max(1, *(len(bins) for bins in bins_of_rank))
-    bins = bins_of_rank[rank]
-    bins = bins + [[]] * (num_micros - len(bins))
+    bins = bins_of_rank[rank] + [[]] * (num_micros - len(bins_of_rank[rank]))
     row_ids = [[shares[rank][i] for i in bin_] for bin_ in bins]
     return [collate([rows[i] for i in ids], ids).to(device) for ids in row_ids]
 

@@ -1,7 +1,7 @@
 """Estimators of the KL between the policy and its reference, from the log-probabilities of sampled tokens. Pure.
 
-A new estimator is one function, difference -> KL. Put it into your own file (loss.kl_estimator=FILE.py:NAME), or add
-one line to KL_ESTIMATORS.
+A new estimator is one function, difference -> KL. Put the function into your own file
+(loss.kl_estimator=FILE.py:NAME), or add one line to KL_ESTIMATORS.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     expectation over the policy's samples:
 
         estimator  value             expected value  d value / d logprobs  expected gradient is that of
-        k1         d                 KL              1                     nothing: it is 0, whatever the reference
+        k1         d                 KL              1                     nothing: 0, whatever the reference
         abs        |d|               above KL        sign(d)               the total variation distance (times 2)
         k2         d^2 / 2           biased          d                     KL(policy || reference)
         k3         exp(-d) + d - 1   KL              1 - exp(-d)           KL(reference || policy)
 
     So k1 belongs in the reward. k3 has two bounds, as in the released code: d lies between -20 and 20, and the value
-    is at most 10 (reached at d = -2.61). Outside of them the gradient is 0.
+    is at most 10 (reached at d = -2.61). Outside of the bounds the gradient is 0.
 
     logprobs -1, ref_logprobs -2: k1 and abs 1, k2 0.5, k3 0.368.
     """

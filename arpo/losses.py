@@ -29,9 +29,6 @@ from arpo.kl import MAX_LOG_RATIO, token_kl
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
 
-ENTROPY_STEP = 0.001
-"""Change of the entropy coefficient per training step, with loss.entropy_target."""
-
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -73,7 +70,6 @@ class TokenLosses:
     """Metric name -> (B, T) bool or number; its mean over the loss tokens is logged."""
 
 
-TokenLoss = Callable[[LossInputs, LossConfig], TokenLosses]
 CLIP_METRICS = ("clip_fraction", "clip_fraction_low", "dual_clip_fraction")
 """Metrics of every loss, 0 by default: the shares of loss tokens clipped at the ratio's upper bound, at its lower
 bound, and by the dual clip."""
@@ -104,48 +100,56 @@ def policy_loss(
     -1.2000000476837158
     """
     assert inputs.logprobs.shape == inputs.old_logprobs.shape == inputs.mask.shape, inputs
-    keep = inputs.mask.bool()
+    mask = inputs.mask.bool()
     entropy = inputs.entropy
     if entropy is None and (cfg.entropy_balanced_advantage or cfg.entropy_coefficient):
         raise ValueError("these options need the tokens' entropies; pass LossInputs(entropy=...)")
-    if inputs.ref_logprobs is None and cfg.kl_coefficient and cfg.kl_in == "loss":
+    if inputs.ref_logprobs is None and cfg.has_kl_in_loss:
         raise ValueError("loss.kl_coefficient needs a reference, which a run loads if it is above 0 from the start")
+
+    # ---- policy term
     advantages = inputs.advantages.expand_as(inputs.logprobs)
     if cfg.entropy_balanced_advantage:
         # AEPO: A max(1 + weight z, 0) with z = (H - mean) / std. Without the floor at 0 an A could change its sign.
-        mean, std = entropy_statistics or mean_and_std(token_moments(entropy[keep]))
+        mean, std = entropy_statistics or mean_and_std(token_moments(entropy[mask]))
         z = (entropy.detach() - mean) / (std + 1e-8)
         if cfg.entropy_advantage_max_z is not None:
             z = z.clamp(max=cfg.entropy_advantage_max_z)
         advantages = advantages * (1 + cfg.entropy_advantage_weight * z).clamp(min=0)
-    inputs = replace(inputs, advantages=advantages, mask=keep)
-
-    # ---- policy term
+    inputs = replace(inputs, advantages=advantages, mask=mask)
     tokens = token_losses(inputs, cfg)
     weighted = tokens.losses
     if inputs.rollout_weights is not None:  # vLLM sampled from a slightly other policy than the trainer's
         weighted = weighted * inputs.rollout_weights.detach()
-    policy_term = aggregate(weighted, keep, cfg.aggregation, denominator)
+    policy_term = aggregate(weighted, mask, cfg.aggregation, denominator)
     loss = policy_term
 
+    # ---- KL and entropy terms
+    kl = None
+    if inputs.ref_logprobs is not None and cfg.kl_in == "loss":
+        # Masked before the difference: a masked token must have no gradient, even if its logprob is -inf.
+        logprobs = torch.where(mask, inputs.logprobs, 0.0)
+        ref_logprobs = torch.where(mask, inputs.ref_logprobs, 0.0)
+        kl = token_kl(logprobs, ref_logprobs, cfg.kl_estimator)
+        loss = loss + cfg.kl_coefficient * aggregate(kl, mask, cfg.aggregation, denominator)
+    if cfg.entropy_coefficient:
+        loss = loss - cfg.entropy_coefficient * aggregate(entropy, mask, cfg.aggregation, denominator)
+
+    # ---- metrics
+    metrics = Metrics()
+    num_tokens = mask.sum()
+    metrics.sum("policy", policy_term.detach(), weight=num_tokens)
+    metrics.max("ratio_max", torch.where(mask, tokens.ratio.detach(), -torch.inf).amax(), weight=num_tokens)
     log_ratio = inputs.log_ratio.detach()
-    # metric -> its value at each token, (B, T)
-    per_token = dict.fromkeys(CLIP_METRICS, torch.zeros_like(keep)) | tokens.metrics
+    # name -> value at each token, (B, T)
+    per_token = dict.fromkeys(CLIP_METRICS, torch.zeros_like(mask)) | tokens.metrics
     per_token["approx_kl"] = torch.expm1(log_ratio) - log_ratio
     if entropy is not None:
         per_token["entropy"] = entropy.detach()
-
-    # ---- KL and entropy terms
-    if inputs.ref_logprobs is not None and cfg.kl_in == "loss":
-        # Masked before the difference: a masked token must have no gradient, even if its logprob is -inf.
-        logprobs = torch.where(keep, inputs.logprobs, 0.0)
-        ref_logprobs = torch.where(keep, inputs.ref_logprobs, 0.0)
-        kl = token_kl(logprobs, ref_logprobs, cfg.kl_estimator)
-        loss = loss + cfg.kl_coefficient * aggregate(kl, keep, cfg.aggregation, denominator)
+    if kl is not None:
         per_token["kl"] = kl.detach()
-    if cfg.entropy_coefficient:
-        loss = loss - cfg.entropy_coefficient * aggregate(entropy, keep, cfg.aggregation, denominator)
-    return loss, loss_metrics(policy_term.detach(), per_token, tokens.ratio.detach(), keep)
+    metrics.merge(token_means(per_token, mask))
+    return loss, metrics
 
 
 def token_losses(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
@@ -161,28 +165,6 @@ def token_losses(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
         checked_tensor(values, f"{option}: TokenLosses.metrics[{name!r}]", shape)
     checked_names(tokens.metrics, f"{option}: TokenLosses.metrics", RESERVED_METRICS)
     return tokens
-
-
-class EntropyTarget:
-    """The entropy bonus that holds the policy's entropy at `loss.entropy_target`; a constant bonus without a target.
-
-    After a step with less entropy than the target the bonus's coefficient grows by ENTROPY_STEP. After one with more it
-    falls by as much, but never below 0. Target 0.3, coefficient 0, entropies 0.2, 0.2, 0.4 -> 0.001, 0.002, 0.001.
-    """
-
-    def __init__(self, cfg: LossConfig, entropies: Iterable[float] = ()):
-        """entropies: mean entropy (nats) of each step that a resumed run has done before."""
-        self.loss_cfg = cfg
-        """The options of the loss, with the coefficient for the next step."""
-        for entropy in entropies:
-            self.add(entropy)
-
-    def add(self, entropy: float | None) -> None:
-        """Take the mean entropy (nats) of a step; None if the step updated nothing."""
-        if self.loss_cfg.entropy_target is None or entropy is None:
-            return
-        change = math.copysign(ENTROPY_STEP, self.loss_cfg.entropy_target - entropy)
-        self.loss_cfg = replace(self.loss_cfg, entropy_coefficient=max(self.loss_cfg.entropy_coefficient + change, 0.0))
 
 
 def ppo(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
@@ -221,7 +203,7 @@ def reinforce(inputs: LossInputs, cfg: LossConfig) -> TokenLosses:
     return TokenLosses(-inputs.advantages * inputs.logprobs, inputs.log_ratio.exp())
 
 
-TOKEN_LOSSES: dict[str, TokenLoss] = {
+TOKEN_LOSSES: dict[str, Callable[[LossInputs, LossConfig], TokenLosses]] = {
     "ppo": ppo,
     "gspo": gspo,
     "cispo": cispo,
@@ -321,13 +303,12 @@ def sums_and_counts(losses: Tensor, mask: Tensor, aggregation: str) -> tuple[Ten
     return sums, torch.where(mask.bool().any(-1), counts, 0)
 
 
-Aggregation = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Losses (0 where the mask is 0) and mask, (B, T) each -> each row's sum and its share of the denominator, (B,)."""
-AGGREGATIONS: dict[str, Aggregation] = {
+AGGREGATIONS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "token_mean": lambda losses, mask: (losses.sum(-1), mask.sum(-1)),
     "sequence_mean_token_sum": lambda losses, mask: (losses.sum(-1), mask.sum(-1) > 0),
     "sequence_mean_token_mean": lambda losses, mask: (losses.sum(-1) / mask.sum(-1).clamp(min=1), mask.sum(-1) > 0),
 }
+"""Losses (0 where the mask is 0) and mask, (B, T) each -> each row's sum and its share of the denominator, (B,)."""
 
 
 def token_moments(values: Tensor) -> Tensor:
@@ -346,19 +327,43 @@ def mean_and_std(moments: Tensor) -> tuple[float, float]:
     """
     count, total, squares = moments.tolist()
     if count < 2:
-        return (total if count else 0.0), 1.0
+        return total, 1.0
     mean = total / count
     variance = max((squares - count * mean * mean) / (count - 1), 0.0)
     return mean, variance**0.5
 
 
-def loss_metrics(policy: Tensor, per_token: dict[str, Tensor], ratio: Tensor, mask: Tensor) -> Metrics:
-    """Return the metrics of `policy_loss`. With weight 0, rows without a loss token add nothing."""
+def token_means(per_token: dict[str, Tensor], mask: Tensor) -> Metrics:
+    """Return the mean of each (B, T) tensor over the loss tokens. With weight 0, rows without any add nothing."""
     metrics = Metrics()
-    count = mask.sum().double()
-    metrics.sum("policy", policy, weight=count)
-    metrics.max("ratio_max", torch.where(mask, ratio, -torch.inf).amax(), weight=count)
+    num_tokens = mask.sum().double()
     for name, values in per_token.items():
         total = torch.where(mask, values.float(), 0.0).sum()
-        metrics.mean(name, total / count.clamp(min=1), weight=count)
+        metrics.mean(name, total / num_tokens.clamp(min=1), weight=num_tokens)
     return metrics
+
+
+ENTROPY_STEP = 0.001
+"""Change of the entropy coefficient per training step, with loss.entropy_target."""
+
+
+class EntropyTarget:
+    """The entropy bonus that holds the policy's entropy at `loss.entropy_target`; a constant bonus without a target.
+
+    After a step with less entropy than the target the bonus's coefficient grows by ENTROPY_STEP. After one with more it
+    falls by as much, but never below 0. Target 0.3, coefficient 0, entropies 0.2, 0.2, 0.4 -> 0.001, 0.002, 0.001.
+    """
+
+    def __init__(self, cfg: LossConfig, entropies: Iterable[float] = ()):
+        """entropies: mean entropy (nats) of each step that a resumed run has done before."""
+        self.loss_cfg = cfg
+        """The options of the loss, with the coefficient for the next step."""
+        for entropy in entropies:
+            self.add(entropy)
+
+    def add(self, entropy: float | None) -> None:
+        """Take the mean entropy (nats) of a step; None if the step updated nothing."""
+        if self.loss_cfg.entropy_target is None or entropy is None:
+            return
+        change = math.copysign(ENTROPY_STEP, self.loss_cfg.entropy_target - entropy)
+        self.loss_cfg = replace(self.loss_cfg, entropy_coefficient=max(self.loss_cfg.entropy_coefficient + change, 0.0))

@@ -46,13 +46,13 @@ def rollout_metrics(
         m.mean("branching/branches_per_prompt", sum(t.parent_id is not None for t in group.trajectories))
         by_id = {t.trajectory_id: t for t in group.trajectories}
         for trajectory in group.trajectories:
-            _trajectory(m, trajectory)
+            _add_trajectory(m, trajectory)
             if parent := by_id.get(trajectory.parent_id):
                 m.mean("branching/same_as_parent", float(trajectory.token_ids == parent.token_ids))
             source = (sources or {}).get(group.prompt.data_source)
             if source and trajectory.is_judged and trajectory.accuracy is not None:
                 m.mean(f"accuracy/{source}", trajectory.accuracy)
-            _tools(m, trajectory)
+            _add_tool_calls(m, trajectory)
     counts = tool_counts or {}
     checked_names(counts, "take_counts of a tool", reserved={name.removeprefix("tools/") for name in m.values()})
     for name, count in counts.items():
@@ -60,7 +60,8 @@ def rollout_metrics(
     return m
 
 
-def _trajectory(m: Metrics, t: Trajectory) -> None:
+def _add_trajectory(m: Metrics, t: Trajectory) -> None:
+    """Add reward, lengths, stop reason, and the entropies and branch decisions of the turns."""
     if t.is_judged:
         m.mean("reward/mean", t.reward)
         m.std("reward/std", t.reward)
@@ -72,7 +73,7 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
         for part, value in t.reward_parts.items():
             m.mean(f"reward/{part}", value)
         m.sum(f"reward_reason/{t.reward_reason or 'ok'}", 1)
-    elif t.is_left_out and t.stop_reason != StopReason.ERROR:
+    elif t.is_left_out and t.stop_reason != StopReason.ERROR:  # a user's function gave no reward
         m.sum(f"reward_reason/{t.reward_reason}", 1)
     m.mean("response/tokens", len(t.token_ids))
     if t.contexts:
@@ -92,36 +93,37 @@ def _trajectory(m: Metrics, t: Trajectory) -> None:
     m.sum("tokens/sampled", sum(turn.end - turn.start for turn in new_turns))
 
 
-def _tools(m: Metrics, t: Trajectory) -> None:
+def _add_tool_calls(m: Metrics, t: Trajectory) -> None:
     """Add the tool calls. A call counts for the trajectory that made the call, not for branches of this trajectory."""
     new_calls = t.own_tool_calls
     m.mean("tools/calls_per_trajectory", len(t.tool_calls))
     m.sum("tools/inherited", len(t.tool_calls) - len(new_calls))
+    if new_calls:
+        # All calls, also those of wrong answers, divided by the number of correct answers.
+        m.ratio("tools/all/calls_per_correct", "tools/all/calls", "response/solved")
     for call in new_calls:
+        tool = f"tools/{call.tag}"
+        names = ("tools/all", tool)
         if call.replayed:
             m.sum("tools/replayed", call.replayed)
             m.sum("tools/replay_mismatch", call.replay_mismatches)
-    for call in new_calls:
-        # All calls, also those of wrong answers, divided by the number of correct answers.
-        m.ratio("tools/all/calls_per_correct", "tools/all/calls", "response/solved")
-        if call.cost:
-            m.ratio("tools/all/cost_per_correct", "tools/all/cost", "response/solved")
-        tool = f"tools/{call.tag}"
-        for name in ("tools/all", tool):
-            if not call.executed:
+        if not call.executed:
+            for name in names:
                 m.sum(f"{name}/not_run", 1)
-                continue
+            continue
+        for name in names:
             m.sum(f"{name}/calls", 1)
             m.sum(f"{name}/cached", call.cached)
             m.sum(f"{name}/failed", not call.ok)
             if call.cost:
                 m.sum(f"{name}/cost", call.cost)
-        if call.executed:
-            if not call.ok:
-                m.sum(f"{tool}/failed_{call.error_kind or 'unnamed'}", 1)
-            m.sum(f"{tool}/bytes_in", len(call.argument.encode("utf-8", "replace")))
-            m.sum(f"{tool}/bytes_out", len(call.result.encode("utf-8", "replace")))
-            m.percentiles(f"{tool}/seconds", call.seconds)
+        if call.cost:
+            m.ratio("tools/all/cost_per_correct", "tools/all/cost", "response/solved")
+        if not call.ok:
+            m.sum(f"{tool}/failed_{call.error_kind or 'unnamed'}", 1)
+        m.sum(f"{tool}/bytes_in", len(call.argument.encode("utf-8", "replace")))
+        m.sum(f"{tool}/bytes_out", len(call.result.encode("utf-8", "replace")))
+        m.percentiles(f"{tool}/seconds", call.seconds)
 
 
 def tokens_by_step(t: Trajectory, start: int = 0) -> list[tuple[int, int]]:
@@ -150,7 +152,6 @@ def staleness(groups: Sequence[Group], step: int) -> Metrics:
                 m.mean("carry_over/staleness", step - sampled_in, count)
                 m.max("carry_over/staleness_max", step - sampled_in)
                 m.sum("carry_over/tokens", count * (sampled_in < step))
-    for group in groups:
         sampling_steps = [sampled_in for t in group.trajectories for _, sampled_in in t.versions]
         if sampling_steps:
             m.sum("carry_over/groups", min(sampling_steps) < step)

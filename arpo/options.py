@@ -83,12 +83,9 @@ class RolloutConfig:
 
     @property
     def max_turns(self) -> int:
-        """Upper bound on the turns of a trajectory: the first turn, and one after each tool call.
-
-        With a context other than append, a note may follow each call. (strip_thoughts has no notes, but gets the same
-        bound.) The turn after a call beyond max_tool_calls is not counted.
-        """
-        turns_per_call = 1 if self.context == "append" else 2
+        """Upper bound on the turns of a trajectory: the first turn, one after each tool call, and (unless
+        rollout.context=append) a note after each call. The turn after a call beyond max_tool_calls is not counted."""
+        turns_per_call = 1 if self.context == "append" else 2  # strip_thoughts has no notes: the bound is too high
         return 1 + self.max_tool_calls * turns_per_call
 
     def __post_init__(self) -> None:
@@ -105,56 +102,56 @@ PER_NAT = 1.676
 """20 / ln 151,669. The released code sums the entropies of 20 tokens, and divides by ln V (Qwen2.5's vocabulary)."""
 RELEASED_WEIGHT = round(0.2 * PER_NAT, 4)  # 0.3352 per nat
 RELEASED_BUDGET_WEIGHT = round(0.5 * PER_NAT, 3)  # 0.838 per nat
-RETROSPECTIVE = names_of("retrospective", "EXPANSIONS")
-CUSTOM_FORMS = ("evidence", "cfg"), ("group", "budget", "cfg", "rng")
-"""Parameters of a custom rule, which judges each tool result when it arrives, and of a custom retrospective selector.
-Further parameters must have defaults."""
+SELECTORS = names_of("retrospective", "EXPANSIONS")
+RULE_FORM = ("evidence", "cfg")
+SELECTOR_FORM = ("group", "budget", "cfg", "rng")
+"""Parameters of a custom rule, and of a custom retrospective selector. Further parameters must have defaults."""
 
 
 def is_retrospective(selector: str) -> bool:
     """Return True if this branching.selector chooses forks after all trajectories of the group have ended."""
     if is_own(selector):
-        return takes("branching.selector", selector, CUSTOM_FORMS[1])
-    return selector in RETROSPECTIVE
+        return takes("branching.selector", selector, SELECTOR_FORM)
+    return selector in SELECTORS
 
 
-def judges(*but: str, use: tuple[str, ...] = ("arpo", "aepo")) -> Needs:
-    """Return the need for a selector that judges each tool result when it arrives, and is not in `but`."""
-    return Needs("branching.selector", met=lambda s: s not in ("none", *but) and not is_retrospective(s), use=use)
+def rule_except(*names: str, use: tuple[str, ...] = ("arpo", "aepo")) -> Needs:
+    """Return the need for a branching rule (it judges each tool result when it arrives) other than these."""
+    return Needs("branching.selector", met=lambda s: s not in ("none", *names) and not is_retrospective(s), use=use)
 
 
 BRANCHES = Needs("branching.selector", not_in=("none",), use=("arpo", "aepo"), unless_custom=True)
-EXPANDS = Needs("branching.selector", met=is_retrospective, use=RETROSPECTIVE)
-JUDGES = judges()
-WEIGHED = judges("random")
-PENALISED = judges("random", "arpo", use=("aepo",))
+RETROSPECTIVE = Needs("branching.selector", met=is_retrospective, use=SELECTORS)
+RULE = rule_except()
+RULE_WITH_ENTROPY = rule_except("random")
+RULE_WITH_PENALTY = rule_except("random", "arpo", use=("aepo",))
 
 
 @dataclass(frozen=True)
 class BranchingConfig:
     """When and where trajectories branch (ARPO sec. 3, AEPO sec. 3)."""
 
-    FACTS = (JUDGES,)
+    FACTS = (RULE,)
 
     selector: Annotated[str, ALWAYS_MATTERS] = "arpo"
     """arpo = entropy rise after a tool result; aepo = the same with a penalty for consecutive branches; random = always
     `base`; none = never (plain GRPO); or custom, FILE.py:NAME. Retrospective, after all trajectories of the group have
     ended: tree_grpo = any turn; at2po = the turns with the least sure policy; top_h = the turns after a tool result
     with the highest entropy; or custom: a function whose first parameter is `group`."""
-    expansion_rounds: Annotated[int, AtLeast(1), EXPANDS] = 2
+    expansion_rounds: Annotated[int, AtLeast(1), RETROSPECTIVE] = 2
     """Retrospective: number of rounds of forks, of equal size. Each round waits until all trajectories of the round
     before have ended, and can use them."""
-    until_mixed: Annotated[bool, EXPANDS] = False
+    until_mixed: Annotated[bool, RETROSPECTIVE] = False
     """Retrospective: score the finished trajectories before each round. A group with different rewards gets no further
     trajectories, so only groups that teach nothing yet grow to rollout.group_size. The reward runs within the rollout,
     which waits for it."""
     num_initial_rollouts: Annotated[int, BRANCHES, Needs("branching.dynamic_budget", False)] = 8
     """Independent trajectories per prompt before branching; at most group_size; equal = plain GRPO."""
-    threshold: Annotated[float | None, Between(0, 1), WEIGHED] = None
+    threshold: Annotated[float | None, Between(0, 1), RULE_WITH_ENTROPY] = None
     """None = branch with probability P (released code); a number = branch if P is above it (the paper's tau)."""
-    base: Annotated[float, Between(0, 1), JUDGES] = 0.5
+    base: Annotated[float, Between(0, 1), RULE] = 0.5
     """alpha: P(branch) if the entropy does not change."""
-    weight: Annotated[float, WEIGHED] = RELEASED_WEIGHT
+    weight: Annotated[float, RULE_WITH_ENTROPY] = RELEASED_WEIGHT
     """beta (gamma in AEPO): change of P per nat of entropy change. Default: the released 0.2, converted. That applies
     to a sum over 20 tokens / ln V, and this option to the mean in nats (x 20 / ln 151,669)."""
     max_branches_per_turn: Annotated[int, AtLeast(1)] = 1
@@ -169,18 +166,19 @@ class BranchingConfig:
     """AEPO: split the group between roots and branches by the entropies of one pre-monitoring trajectory."""
     budget_weight: Annotated[float, AtLeast(0), Needs("branching.dynamic_budget", use=True)] = RELEASED_BUDGET_WEIGHT
     """beta of the budget split's sigmoid, per nat. Default: the released 0.5, converted like `weight`."""
-    consecutive_penalty: Annotated[float, AtLeast(0), PENALISED] = 0.05
+    consecutive_penalty: Annotated[float, AtLeast(0), RULE_WITH_PENALTY] = 0.05
     """AEPO: share by which P falls for each consecutive decision to branch, on the trajectory and its ancestors."""
 
     def __post_init__(self) -> None:
-        check_name("branching.selector", self.selector, "branching", "RULES", *names_of("retrospective", "EXPANSIONS"))
-        if is_own(self.selector) and not any(takes("branching.selector", self.selector, form) for form in CUSTOM_FORMS):
-            forms = " or ".join(f"({', '.join(form)})" for form in CUSTOM_FORMS)
+        check_name("branching.selector", self.selector, "branching", "RULES", *SELECTORS)
+        forms = (RULE_FORM, SELECTOR_FORM)
+        if is_own(self.selector) and not any(takes("branching.selector", self.selector, form) for form in forms):
+            wanted = " or ".join(f"({', '.join(form)})" for form in forms)
             has = ", ".join(parameters_of("branching.selector", self.selector))
-            raise UserError(f"branching.selector={self.selector} takes ({has}); it must be a function of {forms}")
-        is_gate = self.selector == "aepo" and self.compat == "upstream"
+            raise UserError(f"branching.selector={self.selector} takes ({has}); it must be a function of {wanted}")
+        is_released_gate = self.selector == "aepo" and self.compat == "upstream"
         require(
-            not is_gate or self.base == 0.5,
+            self.base == 0.5 or not is_released_gate,
             f"branching.base={self.base} is ignored by aepo's released gate; drop it, or set branching.compat=paper",
         )
 
@@ -258,8 +256,11 @@ class CriticConfig:
 CLIPS = Needs("loss.kind", not_in=("reinforce",), use=("ppo", "gspo", "cispo"))
 # losses in which a clipped token has no gradient; cispo clips only a constant weight
 CLIPS_FROM_ABOVE = Needs("loss.kind", not_in=("cispo", "reinforce"), use=("ppo", "gspo"))
+SHARES_RATIO = Needs("loss.kind", not_in=("ppo", "cispo", "reinforce"), use="gspo")
+ENTROPY_BALANCED = Needs("loss.entropy_balanced_advantage", use=True)
 REFERENCE = Needs("loss.kl_coefficient", use=0.001)
 CORRECTIONS = names_of("rollout_correction", "ROLLOUT_CORRECTIONS")
+CORRECTED = Needs("loss.rollout_correction", not_in=("none",), use=CORRECTIONS)
 WITHOUT_LOW = ("none", "tis", "sequence_tis", "geometric_tis")
 MASKS = Needs("loss.rollout_correction", not_in=WITHOUT_LOW, use=("mis", "sequence_mis", "geometric_mis"))
 
@@ -272,9 +273,7 @@ class LossConfig:
     """ppo = clipped ratio of each token (also the loss of GRPO and AEPO); gspo = one clipped ratio per sequence (its
     paper: clip_low 3e-4, clip_high 4e-4, aggregation sequence_mean_token_mean); cispo = clipped ratio as a constant
     weight of the log-probability; reinforce = no ratio."""
-    ratio_over: Annotated[
-        Literal["sequence", "turn"], Needs("loss.kind", not_in=("ppo", "cispo", "reinforce"), use="gspo")
-    ] = "sequence"
+    ratio_over: Annotated[Literal["sequence", "turn"], SHARES_RATIO] = "sequence"
     """gspo: tokens with a common ratio, from the mean of their log-ratios: all of the response, or of a turn (AT2PO:
     clip_low 3e-3, clip_high 4e-3)."""
     clip_low: Annotated[float, AtLeast(0), CLIPS] = 0.2
@@ -288,11 +287,9 @@ class LossConfig:
     """AEPO: tokens clipped at the upper bound keep a gradient of fixed size, instead of none."""
     entropy_balanced_advantage: bool = False
     """AEPO: multiply advantages by max(1 + weight * z, 0), with z = (entropy - mean) / std over the mini-batch."""
-    entropy_advantage_weight: Annotated[float, AtLeast(0), Needs("loss.entropy_balanced_advantage", use=True)] = 0.2
+    entropy_advantage_weight: Annotated[float, AtLeast(0), ENTROPY_BALANCED] = 0.2
     """AEPO: the weight in entropy_balanced_advantage."""
-    entropy_advantage_max_z: Annotated[float | None, AtLeast(0), Needs("loss.entropy_balanced_advantage", use=True)] = (
-        2.0
-    )
+    entropy_advantage_max_z: Annotated[float | None, AtLeast(0), ENTROPY_BALANCED] = 2.0
     """AEPO: upper bound of z; None = no bound (the paper). If only a few tokens are uncertain, their z can exceed 10.
     If a fifth or more of the tokens are about equally uncertain, z stays below 2, and the bound has no effect."""
     entropy_coefficient: float = 0.0
@@ -314,8 +311,7 @@ class LossConfig:
     """Keep the reference's weights in CPU memory, and copy them to the GPU layer by layer (GPU only)."""
     aggregation: str = "token_mean"
     """Mean over the global mini-batch: token_mean = over all loss tokens; sequence_mean_token_sum = over trajectories,
-    of the sum of their token losses; sequence_mean_token_mean = over trajectories, of the mean of their token losses.
-    """
+    of the sum of their token losses; sequence_mean_token_mean = over trajectories, of the mean of these."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Denominator of the ratio: recompute = the trainer's forward pass before the update; rollout = vLLM's logprobs."""
     rollout_correction: Annotated[str, Needs("loss.old_logprobs", "recompute")] = "none"
@@ -325,12 +321,16 @@ class LossConfig:
     correction_low: Annotated[float, AtLeast(0), MASKS] = 0.5
     """mis, sequence_mis, geometric_mis: smaller weights become 0; from 0 to 1. For geometric_mis take 0.999, since a
     geometric mean is always close to 1."""
-    correction_high: Annotated[
-        float,
-        Between(0, inf),
-        Needs("loss.rollout_correction", not_in=("none",), use=CORRECTIONS),
-    ] = 2.0
-    """Largest weight, at least 1. For a geometric mean take 1.001."""
+    correction_high: Annotated[float, Between(0, inf), CORRECTED] = 2.0
+    """Largest weight, at least 1; inf = no bound. For a geometric mean take 1.001."""
+
+    @property
+    def has_kl_in_loss(self) -> bool:
+        return self.kl_coefficient > 0 and self.kl_in == "loss"
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        return self.kl_coefficient > 0 and self.kl_in == "reward"
 
     @property
     def is_corrected(self) -> bool:

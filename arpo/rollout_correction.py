@@ -8,14 +8,13 @@ All functions are pure. Legend as in losses.py: B trajectories (rows), T respons
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from arpo.config.returned import call_named, checked_instance, checked_names, checked_tensor
 from arpo.kl import MAX_LOG_RATIO
-from arpo.losses import mean_over_sequence
+from arpo.losses import mean_over_sequence, token_means
 from arpo.metrics import Metrics
 from arpo.options import LossConfig
 
@@ -35,15 +34,10 @@ def rollout_weights(
     1.2; geometric_tis and geometric_mis its third root, 1.06.
     """
     keep = mask.bool()
-    metrics = Metrics()
     with torch.no_grad():
         log_weights = torch.where(keep, old_logprobs - rollout_logprobs, 0.0)
         weights, changed = corrected(log_weights, keep, cfg)
-        num_tokens = keep.sum().double()
-        for name, tokens in changed.items():
-            total = torch.where(keep, tokens.float(), 0.0).sum()
-            metrics.mean(name, total / num_tokens.clamp(min=1), num_tokens)
-        return weights * keep, metrics
+        return weights * keep, token_means(changed, keep)
 
 
 def corrected(log_weights: Tensor, keep: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
@@ -54,15 +48,11 @@ def corrected(log_weights: Tensor, keep: Tensor, cfg: LossConfig) -> tuple[Tenso
     name = cfg.rollout_correction
     option = f"loss.rollout_correction={name}"
     shape = tuple(log_weights.shape)
-
-    def call_function(index: int, *arguments: Any) -> Any:
-        return call_named("loss.rollout_correction", name, ROLLOUT_CORRECTIONS, *arguments, pair=index)
-
-    combined = call_function(0, log_weights, keep)
+    combined = call_named("loss.rollout_correction", name, ROLLOUT_CORRECTIONS, log_weights, keep, pair=0)
     checked_tensor(combined, f"{option}: the combined log weights", shape, (shape[0], 1))
     weights = combined.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(log_weights)
 
-    bounded = call_function(1, weights, cfg)
+    bounded = call_named("loss.rollout_correction", name, ROLLOUT_CORRECTIONS, weights, cfg, pair=1)
     weights, changed = checked_instance(bounded, f"{option}: the bounded weights", tuple, length=2)
     checked_instance(changed, f"{option}: the changed tokens", dict)
     for key, tokens in changed.items():
@@ -70,6 +60,19 @@ def corrected(log_weights: Tensor, keep: Tensor, cfg: LossConfig) -> tuple[Tenso
     checked_names(changed, f"{option}: the changed tokens", RESERVED_METRICS)
     checked_tensor(weights, f"{option}: the weights", shape)
     return weights, changed
+
+
+def each_token(log_weights: Tensor, mask: Tensor) -> Tensor:
+    """Return the log weights unchanged: each token has its own weight."""
+    return log_weights
+
+
+def sum_over_sequence(log_weights: Tensor, mask: Tensor) -> Tensor:
+    """Return the log of the product of each row's weights, (B, 1).
+
+    Unlike the others it is unbiased before it is bounded, but its variance grows with the length of the row.
+    """
+    return log_weights.sum(-1, keepdim=True)
 
 
 def truncated(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
@@ -84,19 +87,6 @@ def masked(weights: Tensor, cfg: LossConfig) -> tuple[Tensor, dict[str, Tensor]]
     """
     outside = (weights > cfg.correction_high) | (weights < cfg.correction_low)
     return torch.where(outside, 0.0, weights), {"masked_share": outside}
-
-
-def each_token(log_weights: Tensor, mask: Tensor) -> Tensor:
-    """Return the log weights unchanged: each token has its own weight."""
-    return log_weights
-
-
-def sum_over_sequence(log_weights: Tensor, mask: Tensor) -> Tensor:
-    """Return the log of the product of each row's weights, (B, 1).
-
-    Unlike the others it is unbiased before it is bounded, but its variance grows with the length of the row.
-    """
-    return log_weights.sum(-1, keepdim=True)
 
 
 Combine = Callable[[Tensor, Tensor], Tensor]

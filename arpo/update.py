@@ -89,8 +89,7 @@ def first_update_computes_old_logprobs(cfg: LossConfig) -> bool:
     Its update starts from the old policy, and so computes the same logprobs. But a KL in the reward and AEPO need the
     logprobs or entropies of all tokens before the loss of any token.
     """
-    kl_in_reward = cfg.kl_coefficient and cfg.kl_in == "reward"
-    return not (cfg.entropy_balanced_advantage or kl_in_reward)
+    return not (cfg.entropy_balanced_advantage or cfg.has_kl_in_reward)
 
 
 def use_as_old_logprobs(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor, cfg: LossConfig) -> Metrics:
@@ -103,7 +102,7 @@ def use_as_old_logprobs(micro: MicroBatch, logprobs: torch.Tensor, entropies: to
     micro.old_logprobs = logprobs.detach()
     micro.old_entropies = entropies.detach()
     num_tokens = micro.num_loss_tokens
-    if num_tokens:
+    if num_tokens:  # not an empty micro-batch
         difference = micro.at_loss_tokens(micro.old_logprobs - micro.rollout_logprobs)
         metrics.mean("mismatch/abs", difference.abs().mean(), num_tokens)
         # k3 estimates KL(vLLM || trainer), since the tokens were sampled by vLLM.
@@ -127,7 +126,7 @@ def fill_advantages(
 ) -> Metrics:
     """Fill each token's advantage: from its trajectory's group, or, under a critic, from the token's value."""
     metrics = Metrics()
-    if loss_cfg.kl_coefficient and loss_cfg.kl_in == "reward":
+    if loss_cfg.has_kl_in_reward:
         for minibatch in minibatches:
             metrics.merge(fill_kl_penalties(minibatch, loss_cfg, ranks))
     if cfg.needs_critic:
@@ -136,7 +135,7 @@ def fill_advantages(
         return metrics
     assign_advantages(groups, cfg)
     for minibatch in minibatches:
-        by_group = [token_advantages(group, cfg.tree, cfg) for group in minibatch.groups]
+        by_group = [token_advantages(group, cfg) for group in minibatch.groups]
         by_row = [by_group[index][t.trajectory_id] for index, t in minibatch.trajectories]
         for micro in minibatch.micros:
             micro.advantages = micro.rows_to_tensor(by_row)
@@ -146,11 +145,11 @@ def fill_advantages(
 def drop_if_no_gradient(minibatches: list[Minibatch], loss_cfg: LossConfig, ranks: Ranks) -> list[Minibatch]:
     """Return the mini-batches, or [] if all gradients of this training step would be 0. Collective.
 
-    The gradients are 0 if all advantages are 0, the loss has no KL or entropy term, and it is none of the user's.
-    Without this, momentum and weight decay of the optimizer would move the policy although there is nothing to learn.
+    The gradients are 0 if all advantages are 0, unless the loss has a KL or entropy term. (A user's loss may have a
+    term of its own.) Without this, momentum and weight decay of the optimizer would move the policy although there is
+    nothing to learn.
     """
-    has_own_term = loss_cfg.entropy_coefficient or (loss_cfg.kl_coefficient and loss_cfg.kl_in == "loss")
-    if has_own_term or is_own(loss_cfg.kind):  # a user's loss may have a gradient without an advantage
+    if loss_cfg.entropy_coefficient or loss_cfg.has_kl_in_loss or is_own(loss_cfg.kind):
         return minibatches
     has_gradient = any(bool(micro.advantages.any()) for minibatch in minibatches for micro in minibatch.micros)
     [num_ranks_with_gradient] = ranks.all_reduce_sum(float(has_gradient))
@@ -188,13 +187,13 @@ def fill_from_critic(minibatch: Minibatch, cfg: AdvantageConfig, loss_cfg: LossC
     by_row = [reward_at_the_end(t) for _, t in minibatch.trajectories]
     for micro in minibatch.micros:
         rewards = micro.rows_to_tensor(by_row)  # (B, T)
-        if loss_cfg.kl_coefficient and loss_cfg.kl_in == "reward":
+        if loss_cfg.has_kl_in_reward:
             rewards -= kl_penalties(micro, loss_cfg)
         evidence = CriticEvidence(rewards, micro.old_values, micro.loss_mask)
         micro.advantages, micro.returns = CRITIC_ESTIMATORS[cfg.kind](evidence, cfg)
     mean, std = global_statistics([micro.at_loss_tokens(micro.advantages) for micro in minibatch.micros], ranks)
-    # * loss_mask: without it, tokens without a loss would get -mean / std
     for micro in minibatch.micros:
+        # * loss_mask: without it, tokens without a loss would get -mean / std
         micro.advantages = (micro.advantages - mean) / (std + 1e-8) * micro.loss_mask
 
 
@@ -248,10 +247,10 @@ def update_policy(
         if policy.sketch:  # update.measure_noise
             policy.sketch.take_rows(micro)
         inputs = LossInputs(
-            logprobs,
-            micro.old_logprobs,
-            micro.advantages,
-            micro.loss_mask,
+            logprobs=logprobs,
+            old_logprobs=micro.old_logprobs,
+            advantages=micro.advantages,
+            mask=micro.loss_mask,
             entropy=entropies,
             ref_logprobs=micro.ref_logprobs,
             rollout_weights=micro.rollout_weights,

@@ -26,7 +26,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("t.reward - t.kl_penalty for t in trajectories", "t.reward for t in trajectories"),
         ("if len(trained) == 1 < len(group.trajectories)", "if len(trained) == 1 == len(group.trajectories)"),
         ("late_reward = torch.where(sampled[:, t], 0.0, reward)", "late_reward = 0.0 * reward"),
-        ("delta + gamma * lam * advantage", "delta + gamma * advantage"),
+        ("delta + cfg.gamma * cfg.lam * advantage", "delta + cfg.gamma * advantage"),
         ("counts[writer][start:end] += 1", "counts[writer][start:end] = 1"),
         ("values[turn] - values[before] for", "values[before] - values[turn] for"),
         ("(num_tokens.sum() - 1).clamp(min=1)", "num_tokens.sum().clamp(min=1)"),
@@ -87,7 +87,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("rollout_correction", "test_rollout_correction"): [
         ("(weights > cfg.correction_high) | (weights < cfg.correction_low)", "weights > cfg.correction_high"),
-        ("return weights * keep, metrics", "return weights, metrics"),
+        ("return weights * keep, token_means", "return weights, token_means"),
     ],
     ("selection", "test_advantages test_update sampling/test_sources"): [
         ("{t.reward - t.kl_penalty for", "{t.reward for"),

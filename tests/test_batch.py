@@ -59,7 +59,7 @@ def test_a_row_over_the_budget_is_an_error_that_names_the_option_of_rl_or_sft():
         pack([5, 11], 10)
     alone = Ranks(0, 1, torch.device("cpu"), None)
     with pytest.raises(ValueError, match=r" data\.max_tokens_per_microbatch=4;"):
-        train_sft.share([make_row(3, [1, 1])], 4, alone)
+        train_sft.local_microbatches([make_row(3, [1, 1])], 4, alone)
 
 
 def test_ranks_get_about_the_same_number_of_tokens():

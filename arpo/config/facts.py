@@ -10,7 +10,7 @@
 |                                                      | also a user's, the knob has an effect          |
 | Needs("tools.names", has=("python",))                | unless the list has the name python            |
 |                                                      | ("overlong=1" counts as "overlong")            |
-| Needs("branching.selector", met=judges, use="arpo")  | unless the function returns True for the value |
+| Needs("branching.selector", met=is_rule, use="arpo") | unless the function returns True for the value |
 | Needs("loss.kl_coefficient", use=0.001)              | if the setting is 0, False or empty            |
 | MAY_CHANGE                                           | never: the value may change within a run       |
 | without MAY_CHANGE                                   | if a resumed run began with another value      |

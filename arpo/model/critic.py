@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from arpo.batch import MicroBatch
 from arpo.config.sections import ModelConfig, OptimConfig
-from arpo.losses import aggregate
+from arpo.losses import aggregate, token_means
 from arpo.metrics import Metrics
 from arpo.model.loading import build_on_meta, read_weights
 from arpo.model.optim import build_optimizer, clip_grad_norm, set_learning_rate
@@ -77,12 +77,8 @@ def value_loss(
     loss = 0.5 * aggregate(torch.maximum(plain_error, clipped_error), keep, "token_mean", denominator)
     # The second condition is needed because within the range `clipped` may still differ from `values` by a rounding.
     is_clipped = ((clipped_error > plain_error) & ((values - old_values).abs() > clip_value)).detach()
-    metrics = Metrics()
-    num_tokens = keep.sum().double()
-    metrics.sum("loss", loss, weight=num_tokens)
-    for name, per_token in {"clip_fraction": is_clipped, "value": values, "return": returns}.items():
-        total = torch.where(keep, per_token.float(), 0.0).sum()
-        metrics.mean(name, total / num_tokens.clamp(min=1), num_tokens)
+    metrics = token_means({"clip_fraction": is_clipped, "value": values, "return": returns}, keep)
+    metrics.sum("loss", loss, weight=keep.sum())
     return loss, metrics
 
 

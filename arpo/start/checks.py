@@ -92,12 +92,12 @@ def check_loss(loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
             f"loss.dual_clip={loss.dual_clip} must be above 1, or no token with a negative advantage has a gradient at "
             "ratio 1; None = no bound"
         )
-    if loss.kl_coefficient and loss.kl_in == "loss" and loss.kl_estimator == "k1":
+    if loss.has_kl_in_loss and loss.kl_estimator == "k1":
         yield (
             "loss.kl_estimator=k1 does nothing in the loss, where its gradient averages to 0; take k2 or k3, or set "
             "loss.kl_in=reward"
         )
-    if advantage.dead_groups == "resample" and loss.kl_coefficient and loss.kl_in == "reward":
+    if advantage.dead_groups == "resample" and loss.has_kl_in_reward:
         yield (
             "advantage.dead_groups=resample needs the rewards during the rollout, but loss.kl_in=reward takes the KL "
             "off them after it; set loss.kl_in=loss"
@@ -138,7 +138,7 @@ def check_parallel(model: ModelConfig, advantage: AdvantageConfig, loss: LossCon
         (combines(loss.kind), f"loss.kind={loss.kind}"),
         (combines(loss.aggregation), f"loss.aggregation={loss.aggregation}"),
         (combines(loss.rollout_correction), f"loss.rollout_correction={loss.rollout_correction}"),
-        (loss.kl_coefficient and loss.kl_in == "reward", "loss.kl_in=reward"),
+        (loss.has_kl_in_reward, "loss.kl_in=reward"),
     ):
         if wrong:
             yield f"model.context_parallel={model.context_parallel} cannot go with {option}; set it to 1"

@@ -70,7 +70,7 @@ def test_supervised_training_waits_for_the_gradient_norm_only(tiny_model_dir):
         policy, ranks = tiny_policy(tiny_model_dir), Ranks(0, 1, CUDA, None)
         optimizer = build_optimizer(policy, OptimConfig())
         rows = random_rows()
-        micros = train_sft.share(rows, 24, ranks)
+        micros = train_sft.local_microbatches(rows, 24, ranks)
         assert len(micros) > 1 and not stalls.uploads
         num_loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
         metrics = train_sft.update_policy(
