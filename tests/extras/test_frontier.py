@@ -499,6 +499,7 @@ def test_what_is_said_of_one_fork_in_the_silent_world_holds_against_repeats_on_i
             LEAST_SURE,
             "take {} of the calls of GRPO with three on the same machine (eight seeds (0 of 8 fail), ",
         ),
+        ("steps", "grpo_anchored_g3_x2", "one of four of GRPO with three ({} of the calls of GRPO with three at the"),
         ("silent", LEAST_SURE, "take {} of the calls of GRPO with two on the same machine (0 of 8 fail), "),
         ("silent", "threshold_anchored_g2_r1_x1", "same machine: threshold {} (1 of 8 fails), AEPO"),
         ("silent", "aepo_anchored_g2_x1", "AEPO {} (1 of 8 fails), random"),
@@ -509,6 +510,23 @@ def test_what_is_said_of_one_fork_in_the_silent_world_holds_against_repeats_on_i
 def test_what_is_said_of_runs_on_the_same_machine_is_in_the_results(section, ours, text):
     calls = interval(ratios(named_runs(section)[ours], repeats(section), "calls"))
     assert text.format(calls) in on_page(RECORD)
+
+
+def test_what_is_said_of_the_searches_is_in_the_results():
+    def of_search(section: str, name: str) -> str:
+        tried = by_setting([line for line in results("frontier") if (line["world"], line["stage"]) == (section, 1)])
+        costs = {setting.name: tuning_cost(list(of_setting.values())) for setting, of_setting in tried.items()}
+        return f"{costs[name] / min(cost for name, cost in costs.items() if name.startswith('grpo')):.2f}"
+
+    two_forks = "at2po_anchored_g3_r1_x1"
+    page, record = on_page("docs/branching.md"), on_page(RECORD)
+    rare = of_search("unready", LEAST_SURE)
+    assert f"where success is rare ({rare} of the calls)" in page and f"forks takes {rare} of the calls" in record
+    silent = of_search("silent", two_forks), of_search("silent", LEAST_SURE)
+    assert f"end the trail ({silent[0]}, with three forks {silent[1]})" in page
+    one_fork = of_search("silent", ONE_FORK), of_search("silent", "at2po_anchored_g2_r1_x1")
+    assert f"dearer, {one_fork[0]} of GRPO's calls" in page
+    assert f"{one_fork[0]} (`top_h`) and {one_fork[1]} (`at2po`)" in record
 
 
 def test_what_is_said_of_a_threshold_with_one_fork_is_in_the_results():
