@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from arpo.config.returned import call_named, checked_number
-from arpo.options import PER_NAT, BranchingConfig
+from arpo.options import PER_NAT, RELEASED_WEIGHT, BranchingConfig
 from arpo.trajectory import BranchDecision, ToolCall
 
 Path = tuple[int, ...]
@@ -58,10 +58,10 @@ def turn_entropy(
 
 
 def tokens_to_measure(cfg: BranchingConfig) -> tuple[int, int]:
-    """Return what the engine has to report: (number of a turn's first tokens, number of top logprobs of each)."""
-    if cfg.compat == "upstream":
-        return UPSTREAM_TOKENS, TOP_K
-    return cfg.entropy_tokens, 0
+    """Return the number of first tokens whose entropy the engine reports, and the number of top logprobs of each."""
+    num_tokens = UPSTREAM_TOKENS if cfg.compat == "upstream" else cfg.entropy_tokens
+    num_top_logprobs = 0 if cfg.compat == "paper" else TOP_K
+    return num_tokens, num_top_logprobs
 
 
 # ---- the evidence of a rule
@@ -69,7 +69,7 @@ def tokens_to_measure(cfg: BranchingConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The input of a branching rule, about one tool result.
+    """Everything that a branching rule may look at when it judges a tool result.
 
     Two turns count: the turn after the result, and the first turn, before any tool was called. A branch shares its
     parent's first turn.
@@ -102,20 +102,29 @@ class Evidence:
 # ---- the rules: evidence -> P(branch)
 
 
-def branch_probability(delta_entropy: float, *, base: float, weight: float, damping: float = 1.0) -> float:
-    """P = clip((base + weight * dH) * damping, 0, 1), with dH = H - H_root in nats. ARPO does not damp.
+def branch_probability(
+    delta_entropy: float,
+    *,
+    base: float = 0.5,
+    weight: float = RELEASED_WEIGHT,
+    consecutive: int = 0,
+    penalty: float = 0.0,
+) -> float:
+    """P = clip((base + weight * (H - H_root)) * (1 - penalty * l), 0, 1).
 
-    dH 0.5, base 0.5, weight 0.2 -> 0.6
+    ARPO has penalty 0, AEPO more. Entropies in nats; l (`consecutive`) = decisions to branch in a row.
+    (0.5, base 0.5, weight 0.2) -> 0.6
     """
+    damping = max(0.0, 1.0 - penalty * consecutive)
     return min(max((base + weight * delta_entropy) * damping, 0.0), 1.0)
 
 
-def upstream_branch_probability(delta_entropy: float, *, weight: float, damping: float) -> float:
-    """P = clip(1 - 0.5 / damping + weight * dH, 0, 1). dH 0, damping 0.75 -> 0.333
+def upstream_branch_probability(delta_entropy: float, *, weight: float, consecutive: int, penalty: float) -> float:
+    """P = clip(1 - 0.5 / f + weight * dH, 0, 1), f = 1 - penalty * l: (dH 0, l 5, penalty 0.05) -> 0.333.
 
-    AEPO as released draws a uniform u, and branches if clip((u + weight * dH) * damping, 0, 1) >= 0.5. P is the
-    probability of this.
+    This is the probability that AEPO as released branches: clip((u + weight * dH) * f, 0, 1) >= 0.5, with a uniform u.
     """
+    damping = max(0.0, 1.0 - penalty * consecutive)
     if damping == 0.0:
         return 0.0
     return min(max(1.0 - 0.5 / damping + weight * delta_entropy, 0.0), 1.0)
@@ -128,10 +137,10 @@ def arpo(evidence: Evidence, cfg: BranchingConfig) -> float:
 
 def aepo(evidence: Evidence, cfg: BranchingConfig) -> float:
     """P as in `arpo`, but damped for each decision to branch in a row, so that no chain takes the whole budget."""
-    damping = max(0.0, 1.0 - cfg.consecutive_penalty * evidence.consecutive)
+    damping = {"consecutive": evidence.consecutive, "penalty": cfg.consecutive_penalty}
     if cfg.compat == "upstream":
-        return upstream_branch_probability(evidence.delta_entropy, weight=cfg.weight, damping=damping)
-    return branch_probability(evidence.delta_entropy, base=cfg.base, weight=cfg.weight, damping=damping)
+        return upstream_branch_probability(evidence.delta_entropy, weight=cfg.weight, **damping)
+    return branch_probability(evidence.delta_entropy, base=cfg.base, weight=cfg.weight, **damping)
 
 
 def at_random(evidence: Evidence, cfg: BranchingConfig) -> float:
@@ -185,9 +194,9 @@ def initial_rollouts(group_size: int, root_entropy: float, tool_entropy: float, 
 
 @dataclass
 class BranchBudget:
-    """Hands out a group's branch budget in canonical order (turn, path), not in the order of arrival.
+    """Hands out a group's branch budget in canonical order (turn, path), in whatever order the decisions arrive.
 
-    So tool latencies do not decide about branches. A decision to branch is a claim on the budget:
+    Tool latencies must not decide about branches. A decision to branch is a claim on the budget:
 
     - It is granted once the budget suffices even if every earlier decision in canonical order branches.
     - It is refused once no budget can be left for it.
@@ -206,7 +215,7 @@ class BranchBudget:
     granted: dict[tuple[int, Path], int] = field(default_factory=dict)
     """Settled claim (turn, path) -> number of children."""
     waiting: set[tuple[int, Path]] = field(default_factory=set)
-    """Claims (turn, path) neither granted nor refused yet."""
+    """Claims (turn, path) that are neither granted nor refused yet."""
 
     @property
     def is_settled(self) -> bool:
@@ -238,10 +247,10 @@ class BranchBudget:
         if self.total_children is None:
             return settled
         progress = True
-        while progress:  # a settled claim may be what another claim waited for
+        while progress:
             progress = False
             for claim in sorted(self.waiting):
-                num_children = self._num_children(claim)
+                num_children = self._grant(claim)
                 if num_children is None:
                     continue
                 turn, path = claim
@@ -257,8 +266,8 @@ class BranchBudget:
                 progress = True
         return settled
 
-    def _num_children(self, claim: tuple[int, Path]) -> int | None:
-        """Return the number of children of a claim, 0 if it is refused, None if it has to wait."""
+    def _grant(self, claim: tuple[int, Path]) -> int | None:
+        """Return the number of children of a claim, 0 for a refused claim, None if the claim has to wait."""
         left = self.budget_before(*claim)
         # the most children that the open decisions and waiting claims before this claim can take
         may_take = sum(self._most_children((turn, path), claim) for path, turn in self.next_decision.items())
@@ -283,6 +292,6 @@ class BranchBudget:
         yield from ((turn, path) for path, turn in self.next_decision.items())
 
     def budget_before(self, turn: int, path: Path) -> int:
-        """Return the budget left for (turn, path), after all earlier claims in canonical order."""
+        """Return the budget that is left when (turn, path) decides, in canonical order."""
         assert self.total_children is not None
         return self.total_children - sum(count for claim, count in self.granted.items() if claim < (turn, path))

@@ -89,7 +89,7 @@ def test_upstream_probability_is_what_the_released_gate_does_in_100000_draws():
     for delta, consecutive in [(0.3, 0), (-0.4, 2), (1.0, 6)]:
         damping = 1 - 0.05 * consecutive
         gate = sum(min(max((rng.random() + 0.2 * delta) * damping, 0), 1) >= 0.5 for _ in range(100_000)) / 100_000
-        ours = upstream_branch_probability(delta, weight=0.2, damping=damping)
+        ours = upstream_branch_probability(delta, weight=0.2, consecutive=consecutive, penalty=0.05)
         assert ours == pytest.approx(gate, abs=0.006)
 
 
