@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arpo.config.named import is_own
+from arpo.config.named import check_name, is_own
 from arpo.config.returned import call_named, checked_numbers, checked_values
 from arpo.options import AdvantageConfig
 from arpo.selection import trained_on
@@ -163,23 +163,29 @@ class CriticEvidence:
 
 
 def gae(evidence: CriticEvidence, cfg: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (PPO, arXiv 1506.02438): (advantages, returns), (B, T) each, 0 off the mask.
+    """PPO's advantages and returns: `gae_advantages`."""
+    return gae_advantages(evidence.rewards, evidence.values, evidence.mask, gamma=cfg.gamma, lam=cfg.lam)
 
-    returns = advantages + values. Only sampled tokens (mask 1) are steps; tool results are skipped. A reward on a
-    mask-0 position counts for the last sampled token before it.
-    Rewards [0, 1], values [0.5, 0.25], gamma = lam = 1 -> advantages [0.5, 0.75], returns [1, 1].
+
+def gae_advantages(
+    token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438); returns = advantages + values. All (B, T), 0 off the mask.
+
+    Only sampled tokens (mask 1) are steps; tool results are skipped. A reward on a mask-0 position counts for the last
+    sampled token before it. Rewards [0, 1], values [0.5, 0.25], gamma = lam = 1 -> [0.5, 0.75], returns [1, 1].
     """
-    values = evidence.values
-    sampled = evidence.mask
+    assert token_rewards.shape == values.shape == mask.shape, (token_rewards.shape, values.shape, mask.shape)
+    sampled = mask.bool()
     # From the last token to the first. Each variable is (B,) and belongs to the first sampled token after t.
     next_value = torch.zeros_like(values[:, 0])
     advantage = torch.zeros_like(next_value)
     late_reward = torch.zeros_like(next_value)  # rewards of the mask-0 positions just after t
     columns = []
     for t in reversed(range(values.shape[1])):
-        reward = late_reward + evidence.rewards[:, t]
-        delta = reward + cfg.gamma * next_value - values[:, t]
-        advantage = torch.where(sampled[:, t], delta + cfg.gamma * cfg.lam * advantage, advantage)
+        reward = late_reward + token_rewards[:, t]
+        delta = reward + gamma * next_value - values[:, t]
+        advantage = torch.where(sampled[:, t], delta + gamma * lam * advantage, advantage)
         next_value = torch.where(sampled[:, t], values[:, t], next_value)
         late_reward = torch.where(sampled[:, t], 0.0, reward)
         columns.append(torch.where(sampled[:, t], advantage, 0.0))
@@ -357,17 +363,18 @@ FROM_REWARDS = {"node", "node_parent", "inter_intra"}
 """Tree credits that normalise the rewards themselves. They need advantage.kind=grpo and normalize=group or none."""
 
 
-def token_advantages(group: Group, cfg: AdvantageConfig) -> dict[str, np.ndarray]:
-    """Return trajectory_id -> (T,) advantages of the tokens, from the tree credit `cfg.tree`.
+def token_advantages(group: Group, tree: str, cfg: AdvantageConfig | None = None) -> dict[str, np.ndarray]:
+    """Return trajectory_id -> (T,) advantages of the tokens, from the tree credit of this name.
 
-    Raises UserError if a custom tree credit does not return a finite number for each token of each trajectory that is
-    trained on.
+    Raises ValueError for an unknown name, and UserError if a custom tree credit does not return a finite number for
+    each token of each trajectory that is trained on.
     """
-    visible = group.for_custom_code() if is_own(cfg.tree) else group
-    returned = call_named("advantage.tree", cfg.tree, TREE_CREDITS, visible, cfg)
+    check_name("advantage.tree", tree, "advantages", "TREE_CREDITS")
+    visible = group.for_custom_code() if is_own(tree) else group
+    returned = call_named("advantage.tree", tree, TREE_CREDITS, visible, cfg or AdvantageConfig())
 
     trained = trained_on(group)
-    subject = f"advantage.tree={cfg.tree}: the credits of"
+    subject = f"advantage.tree={tree}: the credits of"
     trajectory_ids = [t.trajectory_id for t in trained]
     by_trajectory = checked_values(returned, f"{subject} prompt {group.prompt.prompt_id}", trajectory_ids)
     credits = {}

@@ -159,7 +159,7 @@ class MicroBatch:
         for b, row_id in enumerate(self.row_ids):
             of_row = torch.as_tensor(values[row_id], dtype=torch.float32)
             out[b, : len(of_row)] = of_row
-        return torch.where(self.loss_mask, to_device(out, self.loss_mask.device), 0.0)
+        return torch.where(self.loss_mask.bool(), to_device(out, self.loss_mask.device), 0.0)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on the device. The host does not wait for work that the device is still doing."""

@@ -58,10 +58,10 @@ def turn_entropy(
 
 
 def tokens_to_measure(cfg: BranchingConfig) -> tuple[int, int]:
-    """Return the number of first tokens whose entropy the engine reports, and the number of top logprobs of each."""
-    num_tokens = UPSTREAM_TOKENS if cfg.compat == "upstream" else cfg.entropy_tokens
-    num_top_logprobs = 0 if cfg.compat == "paper" else TOP_K
-    return num_tokens, num_top_logprobs
+    """Return what the engine has to report: (number of a turn's first tokens, number of top logprobs of each)."""
+    if cfg.compat == "upstream":
+        return UPSTREAM_TOKENS, TOP_K
+    return cfg.entropy_tokens, 0
 
 
 # ---- the evidence of a rule
@@ -69,7 +69,7 @@ def tokens_to_measure(cfg: BranchingConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that a branching rule may look at when it judges a tool result.
+    """The input of a branching rule, about one tool result.
 
     Two turns count: the turn after the result, and the first turn, before any tool was called. A branch shares its
     parent's first turn.
@@ -194,9 +194,9 @@ def initial_rollouts(group_size: int, root_entropy: float, tool_entropy: float, 
 
 @dataclass
 class BranchBudget:
-    """Hands out a group's branch budget in canonical order (turn, path), in whatever order the decisions arrive.
+    """Hands out a group's branch budget in canonical order (turn, path), not in the order of arrival.
 
-    Tool latencies must not decide about branches. A decision to branch is a claim on the budget:
+    So tool latencies do not decide about branches. A decision to branch is a claim on the budget:
 
     - It is granted once the budget suffices even if every earlier decision in canonical order branches.
     - It is refused once no budget can be left for it.
@@ -215,7 +215,7 @@ class BranchBudget:
     granted: dict[tuple[int, Path], int] = field(default_factory=dict)
     """Settled claim (turn, path) -> number of children."""
     waiting: set[tuple[int, Path]] = field(default_factory=set)
-    """Claims (turn, path) that are neither granted nor refused yet."""
+    """Claims (turn, path) neither granted nor refused yet."""
 
     @property
     def is_settled(self) -> bool:
@@ -247,10 +247,10 @@ class BranchBudget:
         if self.total_children is None:
             return settled
         progress = True
-        while progress:
+        while progress:  # a settled claim may be what another claim waited for
             progress = False
             for claim in sorted(self.waiting):
-                num_children = self._grant(claim)
+                num_children = self._num_children(claim)
                 if num_children is None:
                     continue
                 turn, path = claim
@@ -266,8 +266,8 @@ class BranchBudget:
                 progress = True
         return settled
 
-    def _grant(self, claim: tuple[int, Path]) -> int | None:
-        """Return the number of children of a claim, 0 for a refused claim, None if the claim has to wait."""
+    def _num_children(self, claim: tuple[int, Path]) -> int | None:
+        """Return the number of children of a claim, 0 if it is refused, None if it has to wait."""
         left = self.budget_before(*claim)
         # the most children that the open decisions and waiting claims before this claim can take
         may_take = sum(self._most_children((turn, path), claim) for path, turn in self.next_decision.items())
@@ -292,6 +292,6 @@ class BranchBudget:
         yield from ((turn, path) for path, turn in self.next_decision.items())
 
     def budget_before(self, turn: int, path: Path) -> int:
-        """Return the budget that is left when (turn, path) decides, in canonical order."""
+        """Return the budget left for (turn, path), after all earlier claims in canonical order."""
         assert self.total_children is not None
         return self.total_children - sum(count for claim, count in self.granted.items() if claim < (turn, path))

@@ -135,7 +135,7 @@ def fill_advantages(
         return metrics
     assign_advantages(groups, cfg)
     for minibatch in minibatches:
-        by_group = [token_advantages(group, cfg) for group in minibatch.groups]
+        by_group = [token_advantages(group, cfg.tree, cfg) for group in minibatch.groups]
         by_row = [by_group[index][t.trajectory_id] for index, t in minibatch.trajectories]
         for micro in minibatch.micros:
             micro.advantages = micro.rows_to_tensor(by_row)

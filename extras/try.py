@@ -199,7 +199,7 @@ def try_credit(groups: list[Group], cfg: AdvantageConfig) -> Lines:
     assign_advantages(unknown, replace(cfg, tree="soft"))  # the dump of a validation has no advantages
     rows = []
     for group in groups:
-        credits = token_advantages(group, cfg)
+        credits = token_advantages(group, cfg.tree, cfg)
         for t in trained_on(group):
             values = [value for value, mask in zip(credits[t.trajectory_id], t.loss_mask, strict=True) if mask]
             rows.append((t, [float(value) for value in values]))

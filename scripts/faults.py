@@ -26,7 +26,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("t.reward - t.kl_penalty for t in trajectories", "t.reward for t in trajectories"),
         ("if len(trained) == 1 < len(group.trajectories)", "if len(trained) == 1 == len(group.trajectories)"),
         ("late_reward = torch.where(sampled[:, t], 0.0, reward)", "late_reward = 0.0 * reward"),
-        ("delta + cfg.gamma * cfg.lam * advantage", "delta + cfg.gamma * advantage"),
+        ("delta + gamma * lam * advantage", "delta + gamma * advantage"),
         ("counts[writer][start:end] += 1", "counts[writer][start:end] = 1"),
         ("values[turn] - values[before] for", "values[before] - values[turn] for"),
         ("(num_tokens.sum() - 1).clamp(min=1)", "num_tokens.sum().clamp(min=1)"),

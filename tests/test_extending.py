@@ -107,7 +107,7 @@ def test_an_advantage_is_one_file_and_one_flag(tmp_path):
     group = Group(Prompt("p", [], []), trajectories)
     assign_advantages([group], cfg)
     assert [t.advantage for t in group.trajectories] == [3.0, -1.5, -1.5]
-    assert token_advantages(group, cfg)["1"].tolist() == [-1.5]
+    assert token_advantages(group, cfg.tree, cfg)["1"].tolist() == [-1.5]
     maxrl = load_config(RLConfig, [*RL, flags[0], flags[1].replace("rloo", "maxrl")]).advantage
     assign_advantages([group], maxrl)  # the mean is 1
     assert [t.advantage for t in group.trajectories] == [2.0, -1.0, -1.0]
@@ -142,7 +142,7 @@ def test_a_turn_gets_the_rewards_of_its_calls_and_of_all_later_ones_with_plain_g
     assign_advantages([group], cfg)
     first, second = group.trajectories  # totals 2 and 0.5: the mean is 1.25
     for t, expected in ((first, [0.75, 0.25, -0.25]), (second, [-0.75, -1.25])):
-        credits = token_advantages(group, cfg)[t.trajectory_id]
+        credits = token_advantages(group, cfg.tree, cfg)[t.trajectory_id]
         assert [set(credits[turn.start : turn.end]) for turn in t.turns] == [{value} for value in expected]
 
 
@@ -155,7 +155,7 @@ def test_a_malformed_call_gets_an_advantage_of_its_own(tmp_path):
         t.reward = reward
     assign_advantages([group], cfg)
     for t in group.trajectories:
-        credits = token_advantages(group, cfg)[t.trajectory_id]
+        credits = token_advantages(group, cfg.tree, cfg)[t.trajectory_id]
         bad, good, answer = t.turns
         assert set(credits[bad.start : bad.end]) == {-1.0}
         assert set(credits[good.start : good.end]) == set(credits[answer.start :]) == {t.advantage}

@@ -139,7 +139,7 @@ def test_functions_of_a_file_do_what_the_same_functions_of_ours_do(mine):
     for cfg in (AdvantageConfig(kind=mine("grpo"), tree=mine("hard")), AdvantageConfig(tree="hard")):
         group = sample_group()
         assign_advantages([group], cfg)
-        credits.append(np.concatenate([*token_advantages(group, cfg).values()]))
+        credits.append(np.concatenate([*token_advantages(group, cfg.tree, cfg).values()]))
     assert np.array_equal(*credits) and credits[0].any()
 
 

@@ -289,12 +289,12 @@ def test_what_is_of_the_right_form_is_taken_as_it_is(own):
     cfg, group = AdvantageConfig(kind=kind, tree=tree), branched_group()
     assign_advantages([group], cfg)
     assert [t.advantage for t in group.trajectories] == [0.5, -1.5]
-    assert {n: v.tolist() for n, v in token_advantages(group, cfg).items()} == {"0": [0.5] * 4, "0.0": [-1.5] * 3}
+    assert {n: v.tolist() for n, v in token_advantages(group, tree, cfg).items()} == {"0": [0.5] * 4, "0.0": [-1.5] * 3}
 
 
 def test_a_loss_token_without_an_advantage_is_no_number():
     class Two:
-        loss_mask, row_ids = torch.tensor([[True, True, False, True]]), [0]
+        loss_mask, row_ids = torch.tensor([[1, 1, 0, 1]]), [0]
 
     assert MicroBatch.rows_to_tensor(Two, [np.full(4, 0.5)]).tolist() == [[0.5, 0.5, 0.0, 0.5]]
     assert MicroBatch.rows_to_tensor(Two, [np.full(3, 0.5)])[0, 3].isnan()

@@ -123,7 +123,7 @@ def try_advantage(cfg: AdvantageConfig) -> None:
     """Call the estimator, and the tree credit."""
     group = made_up_group()
     assign_advantages([group], cfg)
-    token_advantages(group, cfg)
+    token_advantages(group, cfg.tree, cfg)
 
 
 def try_loss(cfg: LossConfig) -> None:
