@@ -1,4 +1,4 @@
-"""The functions that scripts outside this repository call keep their parameters. A new one comes last, with a default."""
+"""Functions that scripts outside this repository call keep their parameters. A new one comes last, with a default."""
 
 import inspect
 from importlib import import_module
@@ -18,21 +18,20 @@ CONTRACTS = {
     "arpo.evals.pass_at_k": "num_samples, num_correct, k",
     "arpo.tools.python.PythonTool": "cfg",
 }
-WITH_DEFAULTS = (
-    "entropy ref_logprobs rollout_weights denominator entropy_statistics normalize_std eps gamma lam".split()
-)
-WITH_DEFAULTS += "base weight consecutive penalty compat".split()
+OPTIONAL = {
+    *("entropy", "ref_logprobs", "rollout_weights", "denominator", "entropy_statistics", "normalize_std", "eps"),
+    *("gamma", "lam", "base", "weight", "consecutive", "penalty", "compat"),
+}
 
 
 @pytest.mark.parametrize("path", CONTRACTS)
 def test_a_function_of_the_contract_has_its_parameters(path):
     module, _, name = path.rpartition(".")
     parameters = inspect.signature(getattr(import_module(module), name)).parameters
-    positional, _, keywords = CONTRACTS[path].partition("*, ")
-    wanted = [n for n in positional.rstrip(", ").split(", ") if n]
-    assert list(parameters)[: len(wanted)] == wanted
-    for keyword in [n for n in keywords.split(", ") if n]:
-        assert parameters[keyword].kind is inspect.Parameter.KEYWORD_ONLY
+    positional, _, keyword_only = (part.strip(", ").split(", ") for part in CONTRACTS[path].partition("*"))
+    keyword_only = [name for name in keyword_only if name]
+    assert list(parameters)[: len(positional)] == positional
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in keyword_only)
     for parameter in parameters.values():
-        is_optional = parameter.name in WITH_DEFAULTS or parameter.name not in CONTRACTS[path]
-        assert is_optional == (parameter.default is not inspect.Parameter.empty), parameter
+        is_required = parameter.name in {*positional, *keyword_only} - OPTIONAL
+        assert is_required == (parameter.default is inspect.Parameter.empty), parameter
