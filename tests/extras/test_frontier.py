@@ -218,6 +218,7 @@ RECORD = "benchmarks/ablation/frontier.md"
         ("steps", "A step is mostly signal"),
         ("unready", "Success is rare at first"),
         ("silent", "A wrong way does not end the trail"),
+        ("first", "The first turn decides"),
     ],
 )
 def test_the_tables_of_the_record_are_those_of_the_results(section, heading):
@@ -510,6 +511,22 @@ def test_what_is_said_of_one_fork_in_the_silent_world_holds_against_repeats_on_i
 def test_what_is_said_of_runs_on_the_same_machine_is_in_the_results(section, ours, text):
     calls = interval(ratios(named_runs(section)[ours], repeats(section), "calls"))
     assert text.format(calls) in on_page(RECORD)
+
+
+def test_what_is_said_of_a_first_turn_that_decides_is_in_the_results():
+    runs = named_runs("first")
+    best = strongest_rival(by_setting(compared("first")))
+    assert best.name == "grpo_anchored_g2_x1" and failures(runs[best.name]) == failures(runs[LEAST_SURE]) == "(1 of 6)"
+    calls = interval(ratios(runs[LEAST_SURE], runs[best.name], "calls"))
+    for page in ("README.md", "docs/branching.md", RECORD):
+        assert f"{calls} of the calls of GRPO with two, anchored" in on_page(page)
+    two_roots = interval(ratios(runs["at2po_anchored_g4_r2_x1"], runs[best.name], "calls"))
+    assert f"Two roots of four take {two_roots} (1 of 6 fails)" in on_page(RECORD)
+    steps = [interval(ratios(runs[name], runs[best.name], "steps")) for name in (ONE_ROOT, LEAST_SURE)]
+    assert f"(`top_h`) take {steps[0]} times the steps of GRPO with two, and 2 of 6" in on_page(RECORD)
+    assert f"`at2po` takes {steps[1]} of GRPO's steps" in on_page(RECORD)
+    lost = [{seed for seed, line in runs[name].items() if cost(line) is None} for name in (LEAST_SURE, best.name)]
+    assert lost == [{83}, {83}]
 
 
 def test_what_is_said_of_the_searches_is_in_the_results():
