@@ -5,6 +5,7 @@ and test_validation.py what runs beside it.
 """
 
 import gzip
+import json
 import random
 from dataclasses import replace
 
@@ -279,9 +280,14 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(carrying, tmp_path):
         check_nothing_is_left(files)
     with pytest.raises(UserError, match=r"does not fit data.train .*; give the run the prompts that it had$"):
         restore(fresh, files, prompts[:1])
-    shorter = carrying(world(3), [EchoTool("search")], replace(CARRIES, max_response_tokens=10), NONE, num_prompts=2)
+    tree = json.loads(gzip.decompress(files[0].read_bytes()))
+    for live in (live for group in tree["groups"] for live in group["lives"]):
+        live["calls"] = None  # as if all were decoding: which of them wait for a tool, chance decides
+    decoding = tmp_path / "decoding.json.gz"
+    decoding.write_bytes(gzip.compress(json.dumps(tree).encode()))
+    shorter = carrying(world(3), [], replace(CARRIES, max_response_tokens=1), NONE, num_prompts=2)
     with pytest.raises(UserError, match=r"no room left, since rollout.max_response_tokens .*is smaller now"):
-        restore(shorter, files, prompts)
+        restore(shorter, [decoding], prompts)
     train(carry, prompts, 2, 2, 2, num_drawn=4)
     fresh.team = Team(Ranks(1, 2, torch.device("cpu"), mesh=None))  # each rank names its own file
     with pytest.raises(UserError, match=r"carried_00000.json.gz: does not fit data.train"):
