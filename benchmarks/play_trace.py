@@ -98,7 +98,7 @@ class AsRecorded(Rollout):
 
     played: Played
 
-    def decide(self, live: Live) -> None:
+    def take_branch_decision(self, live: Live) -> None:
         name, path = live.owner
         for child in self.played.children(name, path, live.turn_index):
             self.fork(live.group, live.path, turn=live.turn_index, path=tuple(map(int, child.split("."))))
