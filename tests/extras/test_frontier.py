@@ -526,6 +526,7 @@ def test_what_is_said_of_a_first_turn_that_decides_is_in_the_results():
     assert f"Two roots of four take {two_roots} (1 of 6 fails)" in on_page(RECORD)
     steps = [interval(ratios(runs[name], runs[best.name], "steps")) for name in (ONE_ROOT, LEAST_SURE)]
     assert f"(`top_h`) take {steps[0]} times the steps of GRPO with two, and 2 of 6" in on_page(RECORD)
+    assert f"Forks after results take {steps[0]} times its steps" in on_page("README.md")
     assert f"`at2po` takes {steps[1]} of GRPO's steps" in on_page(RECORD)
     lost = [{seed for seed, line in runs[name].items() if cost(line) is None} for name in (LEAST_SURE, best.name)]
     assert lost == [{83}, {83}]
