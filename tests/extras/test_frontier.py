@@ -350,11 +350,11 @@ def test_one_root_and_three_forks_take_fewer_calls_than_grpo_at_its_best_and_do_
             "One root and one fork, with the anchor, take {} of the calls of GRPO with two**, its",
         ),
         ("unready", ONE_FORK, "random_anchored_g2_r1_x1", "`top_h` takes {} of the calls of random forks: here"),
-        ("unready", "at2po_anchored_g2_r1_x1", "grpo_g2_x1", "`at2po` takes {} (1 of 6 fails), random"),
-        ("unready", "random_anchored_g2_r1_x1", "grpo_g2_x1", "random forks {} (0 of 6 fail). `top_h`"),
-        ("unready", ONE_ROOT, "grpo_g2_x1", "on 12 seeds. It takes {} of the calls of GRPO with two (1 of 12 fails),"),
-        ("unready", ONE_ROOT, "grpo_g2_x1", "Three forks learn all twelve there, and take {} of GRPO's calls."),
-        ("unready", ONE_ROOT, "grpo_g3_x1", "(1 of 12 fails), {} of those with three (1 of 12 fails),"),
+        ("unready", "at2po_anchored_g2_r1_x1", "grpo_g2_x1", "`at2po` takes {} (1 of 8 fails), random"),
+        ("unready", "random_anchored_g2_r1_x1", "grpo_g2_x1", "random forks {} (0 of 8 fail). `top_h`"),
+        ("unready", ONE_ROOT, "grpo_g2_x1", "on 14 seeds. It takes {} of the calls of GRPO with two (1 of 14 fails),"),
+        ("unready", ONE_ROOT, "grpo_g2_x1", "Three forks learn all fourteen there, and take {} of GRPO's calls."),
+        ("unready", ONE_ROOT, "grpo_g3_x1", "(1 of 14 fails), {} of those with three (1 of 14 fails),"),
         ("unready", ONE_ROOT, "grpo_g4_x1", "and {} of those with four (0 of 12 fail)"),
         ("unready", "top_h_anchored_g4_r2_x1", "grpo_g2_x1", "Two roots of four take {} of the calls of GRPO with two"),
         ("silent", "top_h_anchored_g4_r2_x1", "grpo_g2_x1", "and {} where a wrong way does not end the trail (eight"),
@@ -364,12 +364,12 @@ def test_one_root_and_three_forks_take_fewer_calls_than_grpo_at_its_best_and_do_
             "grpo_g2_x1",
             "Two roots of four (`top_h`) take {} of the older runs' (0 of",
         ),
-        ("unready", "top_h_anchored_g4_r2_x1", "grpo_g2_x1", "{} where success is rare (six seeds each, all hold)"),
+        ("unready", "top_h_anchored_g4_r2_x1", "grpo_g2_x1", "(six seeds, all hold), {} where success is rare, and 1.21"),
         (
             "steps",
             "top_h_anchored_g4_r2_x1",
             "grpo_g3_x1",
-            "(8 seeds, all hold), {} where a step is mostly signal, 1.23",
+            "(8 seeds, all hold), {} where a step is mostly signal (six",
         ),
         (
             "unready",
@@ -379,7 +379,7 @@ def test_one_root_and_three_forks_take_fewer_calls_than_grpo_at_its_best_and_do_
         ),
         ("unready", "top_h_g4_r1_x1", "grpo_g2_x1", "fails on one of four seeds ({})"),
         ("unready", "random_g4_r1_x1", "grpo_g2_x1", "and so do random forks ({})"),
-        ("unready", "grpo_anchored_g2_x1", "grpo_g2_x1", "takes {} of the calls without it (1 of 12 fails)"),
+        ("unready", "grpo_anchored_g2_x1", "grpo_g2_x1", "takes {} of the calls without it (1 of 14 fails)"),
         ("unready", "top_h_g2_r1_x1", "grpo_g2_x1", "One root and one fork without the anchor take {} (2 of 6 fail)"),
         ("unready", "at2po_g4_r1_x1", "grpo_g2_x1", "`at2po` {} (0 of 4 fail), blind"),
         ("unready", "positions_g4_r1_x1", "grpo_g2_x1", "blind {} (0 of 4 fail), `arpo`"),
@@ -401,10 +401,10 @@ def test_one_root_and_three_forks_take_fewer_calls_than_grpo_at_its_best_and_do_
         ("silent", ONE_FORK, "aepo_anchored_g2_x1", "{} of AEPO's, and"),
         ("silent", ONE_FORK, "threshold_anchored_g2_r1_x1", "{} of the threshold's."),
         ("silent", "random_g4_r1_x1", "grpo_g2_x1", "without the anchor, takes {} of GRPO 2's calls"),
-        ("unready", LEAST_SURE, "grpo_g2_x1", "(`configs/forks.yaml`) take {} of the calls of GRPO with two (0 of 6"),
-        ("unready", "threshold_anchored_g2_r1_x1", "grpo_g2_x1", "anchored: threshold {} (0 of 6 fail), AEPO"),
-        ("unready", "aepo_anchored_g2_x1", "grpo_g2_x1", "AEPO {} (0 of 6 fail), `arpo`"),
-        ("unready", "arpo_anchored_g2_r1_x1", "grpo_g2_x1", "`arpo` {} (0 of 6 fail). The threshold"),
+        ("unready", LEAST_SURE, "grpo_g2_x1", "(`configs/forks.yaml`) take {} of the calls of GRPO with two (0 of 8"),
+        ("unready", "threshold_anchored_g2_r1_x1", "grpo_g2_x1", "anchored: threshold {} (0 of 8 fail), AEPO"),
+        ("unready", "aepo_anchored_g2_x1", "grpo_g2_x1", "AEPO {} (0 of 8 fail), `arpo`"),
+        ("unready", "arpo_anchored_g2_r1_x1", "grpo_g2_x1", "`arpo` {} (0 of 8 fail). The threshold"),
         ("unready", ONE_FORK, "threshold_anchored_g2_r1_x1", "`top_h` takes {} of its calls where both learn"),
         ("unready", ONE_ROOT, LEAST_SURE, "`top_h` takes {} of theirs: no difference"),
         ("unready", ONE_ROOT, LEAST_SURE, "calls of `at2po`, and {} where success is rare."),
@@ -518,18 +518,22 @@ def test_what_is_said_of_runs_on_the_same_machine_is_in_the_results(section, our
 def test_what_is_said_of_a_first_turn_that_decides_is_in_the_results():
     runs = named_runs("first")
     best = strongest_rival(by_setting(compared("first")))
-    assert best.name == "grpo_anchored_g2_x1" and failures(runs[best.name]) == failures(runs[LEAST_SURE]) == "(1 of 6)"
+    assert best.name == "grpo_anchored_g2_x1" and failures(runs[best.name]) == failures(runs[LEAST_SURE]) == "(1 of 8)"
     calls = interval(ratios(runs[LEAST_SURE], runs[best.name], "calls"))
     for page in ("README.md", "docs/branching.md", RECORD):
         assert f"{calls} of the calls of GRPO with two, anchored" in on_page(page)
     two_roots = interval(ratios(runs["at2po_anchored_g4_r2_x1"], runs[best.name], "calls"))
-    assert f"Two roots of four take {two_roots} (1 of 6 fails)" in on_page(RECORD)
+    assert f"Two roots of four take {two_roots} (1 of 8 fails)" in on_page(RECORD)
     steps = [interval(ratios(runs[name], runs[best.name], "steps")) for name in (ONE_ROOT, LEAST_SURE)]
-    assert f"(`top_h`) take {steps[0]} times the steps of GRPO with two, and 2 of 6" in on_page(RECORD)
-    assert f"Forks after results take {steps[0]} times its steps" in on_page("README.md")
+    assert f"(`top_h`) take {steps[0]} times the steps of GRPO with two, and 3 of 8" in on_page(RECORD)
+    assert f"Forks after results take {steps[0]} times the steps of GRPO with two, anchored" in on_page("README.md")
     assert f"`at2po` takes {steps[1]} of GRPO's steps" in on_page(RECORD)
     lost = [{seed for seed, line in runs[name].items() if cost(line) is None} for name in (LEAST_SURE, best.name)]
     assert lost == [{83}, {83}]
+    both = {seed: cost(line) / cost(runs[best.name][seed]) for seed, line in runs[LEAST_SURE].items() if seed != 83}
+    assert [seed for seed in both if both[seed] < 1] == [86] and both[86] == pytest.approx(0.5, abs=0.005)
+    first_six = {seed: line for seed, line in runs[LEAST_SURE].items() if seed < 86}
+    assert f"alone said {interval(ratios(first_six, runs[best.name], 'calls'))}" in on_page(RECORD)
 
 
 def test_what_is_said_of_the_searches_is_in_the_results():
