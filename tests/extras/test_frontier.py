@@ -364,7 +364,7 @@ def test_one_root_and_three_forks_take_fewer_calls_than_grpo_at_its_best_and_do_
             "grpo_g2_x1",
             "Two roots of four (`top_h`) take {} of the older runs' (0 of",
         ),
-        ("unready", "top_h_anchored_g4_r2_x1", "grpo_g2_x1", "(six seeds, all hold), {} where success is rare, and 1.21"),
+        ("unready", "top_h_anchored_g4_r2_x1", "grpo_g2_x1", "(six seeds, all hold), {} where success is rare, and"),
         (
             "steps",
             "top_h_anchored_g4_r2_x1",
@@ -551,6 +551,12 @@ def test_what_is_said_of_the_searches_is_in_the_results():
     one_fork = of_search("silent", ONE_FORK), of_search("silent", "at2po_anchored_g2_r1_x1")
     assert f"dearer, {one_fork[0]} of GRPO's calls" in page
     assert f"{one_fork[0]} (`top_h`) and {one_fork[1]} (`at2po`)" in record
+    first = [
+        of_search("first", name)
+        for name in ("threshold_anchored_g3_r1_x1", "at2po_anchored_g3_r1_x1", LEAST_SURE, "top_h_anchored_g4_r2_x1")
+    ]
+    assert f"forks takes {first[0]} of the calls of GRPO with two, `at2po` with two forks {first[1]} and with" in record
+    assert f"three {first[2]}, `top_h` with two roots of four {first[3]}. One fork" in record
 
 
 def test_what_is_said_of_a_threshold_with_one_fork_is_in_the_results():
