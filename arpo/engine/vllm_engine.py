@@ -338,6 +338,15 @@ class Engine:
         self.state = "ready"
         self.reset_prefix_cache()
 
+    @property
+    def pool_bytes(self) -> int:
+        """GPU memory of weights, KV cache and CUDA graphs, also while the engine is asleep. 0 on a CPU."""
+        if self.device.type == "cpu":
+            return 0
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return CuMemAllocator.get_instance().get_current_usage()
+
     def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache for the trainer. Does nothing on a CPU."""
         assert not self.running, f"sleep while {self.num_running} requests run"

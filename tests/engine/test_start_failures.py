@@ -38,6 +38,9 @@ FAILURES = [
     (ImportError("libcuda.so.1: cannot open shared object file: No such file or directory"), "--gpus all"),
     (RuntimeError("CUDA error: no kernel image is available for execution on the device"), "compute capability"),
     (RuntimeError("Failed to infer device type, please set the environment variable"), "vLLM finds no device"),
+    # NVIDIA-NeMo/RL 259; vLLM's own advice, float16, is none of our dtypes
+    (ValueError("Bfloat16 is only supported on GPUs with compute capability of at least 8.0. Your Tesla T4"),
+     "set engine.dtype and model.compute_dtype to float32"),
     (ValueError("Unknown architecture"), "check model.path and the engine section"),
 ]  # fmt: skip
 
