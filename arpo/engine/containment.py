@@ -61,8 +61,8 @@ START_FAILURES: dict[str, tuple[str, str]] = {
     ),
     r"nvcc|CUDA_HOME|CUDA compiler|flashinfer": (
         "FlashInfer compiles a kernel with nvcc, which is missing or of another CUDA version than torch",
-        "unset VLLM_USE_FLASHINFER_SAMPLER and other settings that choose FlashInfer. On a B200 vLLM chooses it: run `vllm "
-        "download-kernels`, or install torch's CUDA toolkit",
+        "unset VLLM_USE_FLASHINFER_SAMPLER and other settings that choose FlashInfer (on a B200 vLLM does); run "
+        "`vllm download-kernels`, or install torch's CUDA toolkit",
     ),
     r"C compiler|Python\.h|\bgcc\b": (
         "Triton needs a C compiler for its kernels",

@@ -340,7 +340,7 @@ class Engine:
 
     @property
     def pool_bytes(self) -> int:
-        """GPU memory of weights, KV cache and CUDA graphs, also while the engine is asleep. 0 on a CPU."""
+        """Bytes of GPU memory for weights and KV cache, also while the engine is asleep. 0 on a CPU."""
         if self.device.type == "cpu":
             return 0
         from vllm.device_allocator.cumem import CuMemAllocator

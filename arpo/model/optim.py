@@ -56,7 +56,9 @@ def keep_on_host(optimizer: torch.optim.AdamW) -> None:
             torch.cuda.current_stream().wait_stream(stream)
         for p, buffers in home.items():
             for name, buffer in buffers.items():
-                optimizer.state[p][name] = torch.empty_like(p).copy_(buffer, non_blocking=True)
+                moment = torch.empty_like(p)
+                local(moment).copy_(local(buffer), non_blocking=True)
+                optimizer.state[p][name] = moment
 
     def put_back(*_: Any) -> None:
         if stream:

@@ -51,6 +51,26 @@ def test_each_failure_names_its_cause_and_what_to_change(error, advice):
     assert advice in message and str(error)[:20] in message and "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "disabled"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True", True),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments: true", True),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", False),
+        ("UNRELATED", "expandable_segments:True", False),
+    ],
+)
+def test_with_expandable_segments_vllm_does_not_share_its_graphs_buffers(monkeypatch, name, settings, disabled):
+    """vllm-project/vllm 56193, 43923: its own all-reduce ends the process in C++, without a message."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv(name, settings)
+    options = {"max_model_len": 64, "seed": 0, "load_weights": False}
+    arguments = llm_arguments("model", EngineConfig(tensor_parallel=2), **options, on_gpu=True)
+    assert arguments["disable_custom_all_reduce"] is disabled
+    assert "disable_custom_all_reduce" not in llm_arguments("model", EngineConfig(), **options, on_gpu=False)
+
+
 def test_the_cause_of_the_cause_counts():
     try:
         try:
