@@ -71,6 +71,29 @@ def test_with_expandable_segments_vllm_does_not_share_its_graphs_buffers(monkeyp
     assert "disable_custom_all_reduce" not in llm_arguments("model", EngineConfig(), **options, on_gpu=False)
 
 
+@pytest.mark.parametrize(("is_old", "tensor_parallel", "chosen"), [(True, 2, False), (True, 1, None), (False, 2, None)])
+def test_ranks_that_share_an_engine_schedule_alike(monkeypatch, is_old, tensor_parallel, chosen):
+    """As vllm-project/vllm 28774. In older sources the GPU's time decides whether a step ends early."""
+    import vllm
+    from vllm.v1.executor import uniproc_executor
+
+    class Started(Exception): ...
+
+    def llm(**arguments):
+        raise Started(arguments["async_scheduling"])
+
+    monkeypatch.setattr(vllm, "LLM", llm)
+    if is_old:
+        monkeypatch.delattr(uniproc_executor, "AsyncOutputFuture")
+    engine = object.__new__(Engine)
+    engine.cfg = EngineConfig(tensor_parallel=tensor_parallel)
+    engine.device = torch.device("cuda", 0)
+    monkeypatch.setattr(Engine, "num_live", 1)  # so that nothing is frozen
+    arguments = llm_arguments("model", engine.cfg, max_model_len=64, seed=0, load_weights=False, on_gpu=True)
+    with pytest.raises(Started, match=str(chosen)):
+        engine.make_llm(arguments)
+
+
 def test_the_cause_of_the_cause_counts():
     try:
         try:
