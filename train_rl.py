@@ -230,7 +230,7 @@ def main(cfg: RLConfig) -> None:
         # ---- validate, log, save; in this order, so that no checkpoint is ahead of the log
         # `values` are the same on every rank; `metrics` are this rank's, until they are reduced
         values = batch.global_values | rollouts.validate_if_due(step, timers)
-        metrics.merge(memory_metrics(ranks.device))
+        metrics.merge(memory_metrics(ranks.device, engine.pool_bytes))
         values |= ranks.step_times(timers)
         values |= ranks.reduce_metrics(metrics).values()
         if noise:

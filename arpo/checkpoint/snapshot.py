@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from arpo.model import Policy
 from arpo.model.critic import TrainedCritic
 from arpo.model.optim import local
+from arpo.model.pinned import pinned_like
 from arpo.model.policy import reshard_all
 from arpo.ranks import RandomState
 
@@ -57,7 +58,7 @@ def _copy_tree(tree: Any, into: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _copy_tree(value, into[key] if into else None) for key, value in tree.items()}
     if into is None:
-        into = torch.empty_like(tree, device="cpu", pin_memory=torch.cuda.is_available())
+        into = pinned_like(tree) if torch.cuda.is_available() else torch.empty_like(tree, device="cpu")
     local(into).copy_(local(tree), non_blocking=True)
     return into
 

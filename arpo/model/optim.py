@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from arpo.config.sections import OptimConfig
+from arpo.model.pinned import pinned_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter, beside `step`. For another optimizer name its state here: checkpoints load only what
@@ -31,8 +33,10 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
     # could then not be returned for vLLM. So the state is created now.
     for p in parameters:
         step = torch.zeros((), dtype=torch.float32, device=p.device)
-        home = {"device": "cpu", "pin_memory": p.is_cuda} if cfg.offload else {}
-        optimizer.state[p] = {"step": step} | {name: torch.zeros_like(p, **home) for name in MOMENTS}
+        like = torch.zeros_like
+        if cfg.offload:
+            like = pinned_like if p.is_cuda else partial(torch.zeros_like, device="cpu")
+        optimizer.state[p] = {"step": step} | {name: like(p) for name in MOMENTS}
     if cfg.offload:
         keep_on_host(optimizer)
     return optimizer
@@ -52,7 +56,9 @@ def keep_on_host(optimizer: torch.optim.AdamW) -> None:
             torch.cuda.current_stream().wait_stream(stream)
         for p, buffers in home.items():
             for name, buffer in buffers.items():
-                optimizer.state[p][name] = torch.empty_like(p).copy_(buffer, non_blocking=True)
+                moment = torch.empty_like(p)
+                local(moment).copy_(local(buffer), non_blocking=True)
+                optimizer.state[p][name] = moment
 
     def put_back(*_: Any) -> None:
         if stream:

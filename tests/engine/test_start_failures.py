@@ -38,6 +38,9 @@ FAILURES = [
     (ImportError("libcuda.so.1: cannot open shared object file: No such file or directory"), "--gpus all"),
     (RuntimeError("CUDA error: no kernel image is available for execution on the device"), "compute capability"),
     (RuntimeError("Failed to infer device type, please set the environment variable"), "vLLM finds no device"),
+    # NVIDIA-NeMo/RL 259; vLLM's own advice, float16, is none of our dtypes
+    (ValueError("Bfloat16 is only supported on GPUs with compute capability of at least 8.0. Your Tesla T4"),
+     "set engine.dtype and model.compute_dtype to float32"),
     (ValueError("Unknown architecture"), "check model.path and the engine section"),
 ]  # fmt: skip
 
@@ -46,6 +49,49 @@ FAILURES = [
 def test_each_failure_names_its_cause_and_what_to_change(error, advice):
     message = str(explain_failed_start(error, on_gpu=True))
     assert advice in message and str(error)[:20] in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "disabled"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True", True),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments: true", True),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", False),
+        ("UNRELATED", "expandable_segments:True", False),
+    ],
+)
+def test_with_expandable_segments_vllm_does_not_share_its_graphs_buffers(monkeypatch, name, settings, disabled):
+    """vllm-project/vllm 56193, 43923: its own all-reduce ends the process in C++, without a message."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv(name, settings)
+    options = {"max_model_len": 64, "seed": 0, "load_weights": False}
+    arguments = llm_arguments("model", EngineConfig(tensor_parallel=2), **options, on_gpu=True)
+    assert arguments["disable_custom_all_reduce"] is disabled
+    assert "disable_custom_all_reduce" not in llm_arguments("model", EngineConfig(), **options, on_gpu=False)
+
+
+@pytest.mark.parametrize(("is_old", "tensor_parallel", "chosen"), [(True, 2, False), (True, 1, None), (False, 2, None)])
+def test_ranks_that_share_an_engine_schedule_alike(monkeypatch, is_old, tensor_parallel, chosen):
+    """As vllm-project/vllm 28774. In older sources the GPU's time decides whether a step ends early."""
+    import vllm
+    from vllm.v1.executor import uniproc_executor
+
+    class Started(Exception): ...
+
+    def llm(**arguments):
+        raise Started(arguments["async_scheduling"])
+
+    monkeypatch.setattr(vllm, "LLM", llm)
+    if is_old:
+        monkeypatch.delattr(uniproc_executor, "AsyncOutputFuture")
+    engine = object.__new__(Engine)
+    engine.cfg = EngineConfig(tensor_parallel=tensor_parallel)
+    engine.device = torch.device("cuda", 0)
+    monkeypatch.setattr(Engine, "num_live", 1)  # so that nothing is frozen
+    arguments = llm_arguments("model", engine.cfg, max_model_len=64, seed=0, load_weights=False, on_gpu=True)
+    with pytest.raises(Started, match=str(chosen)):
+        engine.make_llm(arguments)
 
 
 def test_the_cause_of_the_cause_counts():

@@ -20,6 +20,7 @@ from helpers.sample_groups import group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
+from arpo.engine import Engine
 from arpo.evals.scores import summarize
 from arpo.log import LINES_PER_RUN, RunLog, read_metrics
 from arpo.log.charts import RL_CHARTS
@@ -223,6 +224,28 @@ def test_a_ranks_memory_is_what_the_system_says_of_its_process():
     after = memory_metrics(torch.device("cpu")).values()
     assert after.keys() == {"memory/host_gib"}
     assert after["memory/host_gib"] - before["memory/host_gib"] == pytest.approx(len(held) / 2**30, abs=0.05)
+
+
+def test_the_peak_of_a_gpu_leaves_out_what_vllm_holds(monkeypatch):
+    """vllm-project/vllm 33625: torch counts vLLM's memory also while vLLM sleeps, so an 80 GiB card held 95."""
+    from vllm.device_allocator import AllocationData, cumem
+
+    pool = cumem.CuMemAllocator()
+    pool.pointer_to_data = {
+        1: AllocationData((0, 15 * 2**30, 1, 0), "weights", is_asleep=True),
+        2: AllocationData((0, 40 * 2**30, 2, 0), "kv_cache"),
+    }
+    monkeypatch.setattr(cumem, "cumem_available", True)
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", pool)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 95 * 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 2**30, 80 * 2**30))
+    engine = object.__new__(Engine)
+    engine.device = torch.device("cuda", 0)
+    values = memory_metrics(engine.device, engine.pool_bytes).values()
+    assert values["memory/gpu_peak_gib"] == 40 and values["memory/gpu_used_gib"] == 70
+    engine.device = torch.device("cpu")
+    assert engine.pool_bytes == 0
 
 
 def test_rollout_metrics_count_inherited_calls_apart_decisions_and_entropy_before_and_after_tools():
