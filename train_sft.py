@@ -110,7 +110,7 @@ def main(cfg: SFTConfig) -> None:
         f"{len(train_rows)} training and {len(valid_rows)} validation conversations, {num_steps} steps, "
         f"{ranks.world_size} ranks, from step {done_steps}"
     )
-    for warning in filter(None, (why_no_best(run, cfg.data.valid), why_no_end(model.path, tokenizer))):
+    for warning in filter(None, (why_no_best(run, cfg.data.valid, num_steps), why_no_end(model.path, tokenizer))):
         log.line(warning)
     validates = bool(valid_rows and run.validate_every)
     if done_steps == 0:
