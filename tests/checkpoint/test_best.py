@@ -196,7 +196,7 @@ def test_intervals_that_never_meet_are_told_at_the_start(changes, num_steps, is_
 
 
 def test_scores_of_other_questions_are_not_compared(tmp_path):
-    """A best score that nothing can beat any more is of the kind of allenai/allennlp PR 359: the best was forgotten."""
+    """Here no later score could beat the first ones. (In allenai/allennlp PR 359 a resumed run forgot its best.)"""
     run = tmp_path / "run"
     for step, accuracy in ((5, 0.9), (10, 0.8)):  # of the first fifty questions
         add_row(run, step, accuracy)
