@@ -352,7 +352,7 @@ def log_plan(cfg: RLConfig, num_steps: int, log: RunLog, *, tokenizer) -> None:
         checks.forecast(cfg.rollout, cfg.branching),
         *checks.warnings_of(cfg.rollout, cfg.branching, cfg.advantage, cfg.loss),
         expected_calls(cfg.tools, cfg.rollout, num_steps, cfg.data.num_prompts_per_step),
-        why_no_best(cfg.run, cfg.data.valid),
+        why_no_best(cfg.run, cfg.data.valid, num_steps),
         why_no_end(cfg.model.path, tokenizer),
     ]
     for line in filter(None, lines):  # without "", which says that there is nothing to report

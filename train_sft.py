@@ -110,8 +110,10 @@ def main(cfg: SFTConfig) -> None:
         f"{len(train_rows)} training and {len(valid_rows)} validation conversations, {num_steps} steps, "
         f"{ranks.world_size} ranks, from step {done_steps}"
     )
-    for warning in filter(None, (why_no_best(run, cfg.data.valid), why_no_end(model.path, tokenizer))):
+    for warning in filter(None, (why_no_best(run, cfg.data.valid, num_steps), why_no_end(model.path, tokenizer))):
         log.line(warning)
+    # not `done_steps` times the size of a step, which the run may have continued with another one
+    place = Place(saver.progress.get("num_drawn", done_steps * order.num_per_step))
     validates = bool(valid_rows and run.validate_every)
     if done_steps == 0:
         start = {
@@ -131,7 +133,8 @@ def main(cfg: SFTConfig) -> None:
         metrics = Metrics()
 
         # ---- every rank reads the global batch, and takes its share of the tokens
-        rows = [train_rows[i] for i in order.indices(step - 1)]
+        indices, place.num_drawn = order.draw(place.num_drawn, order.num_per_step)
+        rows = [train_rows[i] for i in indices]
         num_loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
         micros = local_microbatches(rows, max_tokens, ranks)
 
@@ -163,13 +166,27 @@ def main(cfg: SFTConfig) -> None:
         log.scalars(step, values)
         progress.at(step, console_text(values), keep="valid/nll" in values)
         is_final = is_last or stop.agreed(ranks)
-        saver.save_if_due(step, is_final=is_final)
+        saver.save_if_due(step, place, is_final=is_final)
         if is_final:
             break
 
     progress.close()
     log.finish()
     ranks.close()
+
+
+@dataclass
+class Place:
+    """The place in the training conversations, which a checkpoint keeps (arpo/checkpoint/saver.py: Stateful)."""
+
+    num_drawn: int
+    """Conversations drawn so far."""
+
+    def state(self) -> dict:
+        return {"num_drawn": self.num_drawn}
+
+    def rank_state(self) -> bytes | None:
+        return None
 
 
 def local_microbatches(rows: list[Row], max_tokens: int, ranks: Ranks) -> list[MicroBatch]:

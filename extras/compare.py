@@ -18,10 +18,13 @@ import numpy as np
 
 from arpo.errors import UserError
 from arpo.evals import bootstrap_means, interval_of, mean
+from arpo.evals.grading import REWARD_ONLY
 from arpo.evals.records import grades_path, read_grades
-from arpo.evals.scores import MUTED, correct_by_question, ks_of, pass_values
+from arpo.evals.report import JUDGE_REASONS
+from arpo.evals.scores import MUTED, Scores, correct_by_question, ks_of, pass_values
 from arpo.evals.tables import Table, markdown_report, replace_file, with_interval
 from arpo.start.load import run_or_exit
+from arpo.trajectory import StopReason
 
 ByQuestion = dict[str, list[float]]
 """Question -> `correct` of the samples."""
@@ -37,6 +40,8 @@ class EvaluatedRun:
     benchmarks: dict[str, ByQuestion]
     graders: dict[str, str]
     """Benchmark -> grader, like "f1" or "judge (Qwen2.5-72B)". Numbers of different graders are not compared."""
+    doubts: dict[str, list[str]]
+    """Benchmark -> lines about trajectories that count as not correct, whatever they answered."""
 
 
 def compare_runs(folders: Sequence[str | Path], *, seed: int = 0) -> str:
@@ -66,14 +71,30 @@ def compare_runs(folders: Sequence[str | Path], *, seed: int = 0) -> str:
 def read_evaluated(folder: Path, name: str) -> EvaluatedRun:
     """Read a run's grades. Raises UserError if the folder has no finished evaluation."""
     with scores_of(folder) as scores:
-        graders = {b: f"judge ({s['judge']})" if s["metric"] == "judge" else s["metric"] for b, s in scores.items()}
+        graders = {b: grader_of(s) for b, s in scores.items()}
+        doubts = {b: [f"{b}: {name} has {line}" for line in doubts_about(s)] for b, s in scores.items()}
     benchmarks = {}
     for benchmark in scores:
         grades = read_grades(grades_path(folder, benchmark))
         # the same number in two versions of a test set means two different questions
         grades = [replace(g, question_id=f"{g.question_id} {g.question_digest}") for g in grades]
         benchmarks[benchmark] = correct_by_question(grades)
-    return EvaluatedRun(name, benchmarks, graders)
+    return EvaluatedRun(name, benchmarks, graders, doubts)
+
+
+def grader_of(s: Scores) -> str:
+    """Return the name of a benchmark's grader: the metric, with the judge's model or the reward's function."""
+    behind = s.get("judge") if s["metric"] == "judge" else s.get("rewarded_by")
+    return s["metric"] if behind is None else f"{s['metric']} ({behind})"
+
+
+def doubts_about(s: Scores) -> Iterator[str]:
+    """Yield a text about each kind of trajectories whose answers were not graded."""
+    kinds = {words: s["grade_reasons"].get(reason, 0) for reason, words in JUDGE_REASONS.items()}
+    kinds["that an infrastructure error cut off"] = s["stop_reasons"].get(StopReason.ERROR, 0)
+    for words, count in kinds.items():
+        if count:
+            yield f"{count} trajectories {words}; without a grade they count as not correct"
 
 
 @contextmanager
@@ -88,9 +109,9 @@ def scores_of(folder: Path) -> Iterator[dict]:
 
 
 def compare_pair(run: EvaluatedRun, reference: EvaluatedRun, *, seed: int = 0) -> dict:
-    """Return {benchmarks: name -> numbers, overall: numbers, left_out: lines about the parts left out}.
+    """Return {benchmarks: name -> numbers, overall: numbers, left_out: lines about the parts left out or not graded}.
 
-    As in a report, control sets (MUTED) do not count in `overall`.
+    As in a report, control sets (MUTED) and rewards without an accuracy do not count in `overall`.
     """
     differences: dict[str, Differences] = {}
     table: dict[str, dict] = {}
@@ -108,15 +129,22 @@ def compare_pair(run: EvaluatedRun, reference: EvaluatedRun, *, seed: int = 0) -
         if missing := len(set(own) ^ set(other)):
             left_out.append(f"{name}: {missing} questions are only in one of the two")
         if common:
+            left_out += [*reference.doubts[name], *run.doubts[name]]
             own, other = {q: own[q] for q in common}, {q: other[q] for q in common}
             differences[name] = question_differences(own, other)
+            if REWARD_ONLY in run.graders[name]:  # pass@k is of right and wrong samples
+                differences[name] = {"accuracy": differences[name]["accuracy"]}
             table[name] = {
                 "questions": len(common),
                 "reference": mean(mean(samples) for samples in other.values()),
                 "run": mean(mean(samples) for samples in own.values()),
                 **estimates([differences[name]], seed=seed),
             }
-    counted = [found for name, found in differences.items() if not name.endswith(MUTED)]
+    counted = [
+        found
+        for name, found in differences.items()
+        if not name.endswith(MUTED) and REWARD_ONLY not in run.graders[name]
+    ]
     return {
         "benchmarks": table,
         "overall": {"benchmarks": len(counted), **estimates(counted, seed=seed)} if counted else {},

@@ -15,15 +15,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+import arpo.checkpoint.manifest as manifest
 from arpo.checkpoint.checkpoints import errors_of_all_ranks, verify
 from arpo.checkpoint.export import source_dtype, write_hf
 from arpo.checkpoint.safe_reader import SafeReader
-from arpo.config.bounded import read_yaml
 from arpo.config.exits import exit_with
 from arpo.config.sections import ModelConfig
 from arpo.errors import UserError
+from arpo.log.settings import CONFIG, settings_of
 from arpo.model import lora
-from arpo.model.loading import build_on_meta, materialize, read_weights
+from arpo.model.loading import build_on_meta, folder_name, materialize, read_weights
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, model: str = "", adapter: bool = False) -> None:
@@ -65,14 +66,16 @@ def load_checkpoint(checkpoint: Path, cfg: ModelConfig, *, base: bool) -> tuple[
 
 
 def model_of_run(checkpoint: Path, model: str) -> ModelConfig:
-    """Return the model section of RUN/config.yaml, with `model`, if given, as its path. Raises UserError."""
-    file = checkpoint.resolve().parent.parent / "config.yaml"
+    """Return the run's model section at the checkpoint's step, with `model`, if given, as path. Raises UserError."""
+    run = checkpoint.resolve().parent.parent
+    file = run / CONFIG
     if file.exists():
+        # The run may have continued with another lora_alpha, which every weight of the export depends on.
         try:
-            section = read_yaml(file)["model"]
-            known = {f.name for f in fields(ModelConfig)}
-            cfg = ModelConfig(**{name: value for name, value in section.items() if name in known})
-        except (OSError, AttributeError, ValueError, KeyError, TypeError) as error:
+            settings = settings_of(run, manifest.step_of(checkpoint.resolve()))
+            known = {f"model.{f.name}": f.name for f in fields(ModelConfig)}
+            cfg = ModelConfig(**{known[key]: value for key, value in settings.items() if key in known})
+        except (UserError, AttributeError, ValueError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{file}: cannot be read ({reason}); move it away, and pass --model FOLDER") from None
         return replace(cfg, path=model or cfg.path)
@@ -82,11 +85,18 @@ def model_of_run(checkpoint: Path, model: str) -> ModelConfig:
 
 
 def write_adapter(adapters: dict[str, torch.Tensor], folder: Path, *, base: str, rank: int, alpha: float) -> None:
-    """Write adapters (our names -> whole tensors) as peft does: adapter_config.json, adapter_model.safetensors."""
+    """Write adapters (our names -> whole tensors) as peft does: adapter_config.json, adapter_model.safetensors.
+
+    The names are those of the folder `base`. For a vision-language folder they are not ours, and vLLM and peft leave
+    out adapters whose names the model lacks, without an error.
+    """
     from safetensors.torch import save_file
+    from transformers import AutoConfig
 
     folder.mkdir(parents=True)
-    state = {f"base_model.model.{name}.weight": tensor.contiguous() for name, tensor in adapters.items()}
+    of_base = AutoConfig.from_pretrained(base, trust_remote_code=False)
+    names = {name: f"base_model.model.{folder_name(name, of_base)}.weight" for name in adapters}
+    state = {names[name]: tensor.contiguous() for name, tensor in adapters.items()}
     file = folder / "adapter_model.safetensors"
     save_file(state, file, metadata={"format": "pt"})
     file.chmod(folder.stat().st_mode & 0o666)  # as the umask says; save_file keeps it from everybody else

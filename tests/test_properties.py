@@ -12,6 +12,7 @@ from urllib.parse import quote
 import jsonschema
 import numpy as np
 import pytest
+from helpers.orders import indices
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -266,7 +267,7 @@ def test_an_epoch_has_each_prompt_once_but_for_those_of_an_incomplete_step(num_p
     per_step = data.draw(st.integers(1, num_prompts))
     order = PromptOrder(num_prompts, per_step, seed, option="data.n")
     for epoch in (1, 0):  # in any order: nothing depends on what was drawn before
-        steps = [order.indices(epoch * order.steps_per_epoch + step) for step in range(order.steps_per_epoch)]
+        steps = [indices(order, epoch * order.steps_per_epoch + step) for step in range(order.steps_per_epoch)]
         taken = [index for step in steps for index in step]
         assert len(taken) == len(set(taken)) == num_prompts // per_step * per_step
         assert set(taken) <= set(range(num_prompts))

@@ -81,6 +81,17 @@ def test_an_interrupted_run_continues_bit_for_bit(trained, world):
         }
 
 
+def test_a_run_that_goes_on_with_larger_steps_leaves_no_conversation_out(world):
+    """The place came from the steps done, times the new size: allenai/OLMo PR 182."""
+    uneven = [line.replace(" + 1?", " + 1?" * n) for n, line in enumerate((world / "train.jsonl").open(), start=1)]
+    (world / "uneven.jsonl").write_text("".join(uneven))
+    flags = ["--run.name", "larger", "--run.validate_every", "0", "--data.train", str(world / "uneven.jsonl")]
+    train(world, *flags, "--data.num_conversations_per_step", "4", "--run.num_steps", "3", ranks=1)
+    train(world, *flags, "--run.num_steps", "5", "--run.resume_changed", "True", ranks=1)  # of 6 conversations each
+    start, *rows = read_metrics(world / "runs" / "larger")
+    assert sum(row["tokens/trained"] for row in rows) == start["data/tokens"]  # 3 * 4 + 2 * 6 = 24 conversations
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [

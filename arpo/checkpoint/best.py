@@ -10,24 +10,28 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
-from math import isfinite, nan
+from math import isfinite, lcm, nan
 from pathlib import Path
 
 import arpo.checkpoint.manifest as manifest
 from arpo.checkpoint.export import point_to
 from arpo.config.sections import RunConfig
 from arpo.log.metrics_file import rows_until
+from arpo.log.settings import last_change
 
 ACCURACY = "valid/accuracy"
 REWARD = "valid/reward"
 NLL = "valid/nll"
+VALIDATION = ("data.valid", "data.num_valid_prompts", "data.system_prompt", "reward.", "contents.reward.")
+"""Prefixes of the options that decide what a validation's score means."""
 NAMES = (ACCURACY, f"{ACCURACY}_low", f"{ACCURACY}_high", REWARD, NLL)
 
 
-def why_no_best(run: RunConfig, valid: str) -> str:
-    """Return a line for the log that says why RUN/best will not be written; "" if it will, or if keep_best is off.
+def why_no_best(run: RunConfig, valid: str, num_steps: int) -> str:
+    """Return a line for the log that says why RUN/best will not be written, or has no choice; "" if it will and has,
+    or if keep_best is off.
 
-    valid: data.valid.
+    valid: data.valid. num_steps: number of steps of the run.
     """
     if not run.keep_best:
         return ""
@@ -38,6 +42,12 @@ def why_no_best(run: RunConfig, valid: str) -> str:
     }
     if missing := [reason for reason, holds in reasons.items() if holds]:
         return f"there will be no {run.folder}/best ({', '.join(missing)}): docs/data.md#hold-some-rows-out"
+    export_every = run.save_every * run.save_hf_every
+    if max(run.validate_every, export_every) < num_steps <= lcm(run.validate_every, export_every):
+        return (
+            f"{run.folder}/best will be the last step: no step before it has both a validation (one in every "
+            f"{run.validate_every}) and a Hugging Face folder (one in every {export_every}); change run.save_every"
+        )
     return ""
 
 
@@ -45,14 +55,18 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
     """Point RUN/best to the export with the best validation within the first `step` steps.
 
     Candidates are the exports of `checkpoints`, and the present RUN/best. If two are equally good, the earlier one
-    counts. Return a line for the log about a new choice, or "". Raises OSError.
+    counts. After a change of the validation (VALIDATION) only later steps are compared, and the best one from before
+    stays as its folder checkpoints/best_N. Return a line for the log about a new choice, or "". Raises OSError.
     """
     link = run / "best"
     all_rows = rows_until(run / "metrics.jsonl", step, names=NAMES)
-    rows = {n: row for n, row in all_rows.items() if n and isfinite(_score(row))}
+    changed = last_change(run, VALIDATION)  # scores from before it are of other questions, or by another reward
+    rows = {n: row for n, row in all_rows.items() if n > changed and isfinite(_score(row))}
     # 0 also for a link that the user has set to another folder: the next choice replaces it.
     kept = max(manifest.step_of(link.resolve(), "best"), 0) if link.exists() else 0
-    if kept and kept not in rows:  # the run has resumed before this step, and will do it again
+    if (
+        kept and kept not in rows and (kept > changed or kept not in all_rows)
+    ):  # the run has resumed before this step, and will do it again
         link.unlink()
         kept = 0
     exports = {manifest.step_of(folder): folder / "hf" for folder in checkpoints if (folder / "hf").exists()}
@@ -68,9 +82,9 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
     temporary.rename(folder)
     point_to(folder, link)
     for other in filter(manifest.may_be_removed, (run / "checkpoints").glob("best_*")):
-        if other != folder:
+        if other != folder and not 0 < manifest.step_of(other, "best") <= changed:
             shutil.rmtree(other)
-    before = f", before: step {kept}, {_text(rows[kept])}" if kept else ""
+    before = f", before: step {kept}, {_text(rows[kept])}" if kept in rows else ""
     return f"best validation so far: step {best}, {_text(rows[best])}{before}"
 
 

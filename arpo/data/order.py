@@ -13,13 +13,13 @@ from arpo.trajectory import Group, Prompt
 
 
 class PromptOrder:
-    """The prompts of each step, as a pure function of the step. So a resumed run needs no saved position.
+    """The prompts of each step, as a pure function of the number of prompts drawn before.
 
     Every epoch has another permutation, from seed and epoch. Its last prompts are left out if they do not fill a step.
 
     >>> order = PromptOrder(num_prompts=5, num_per_step=2, seed=0, option="data.num_prompts_per_step")
-    >>> order.steps_per_epoch, order.indices(0), order.indices(1), order.indices(2)
-    (2, [2, 4], [3, 0], [1, 4])
+    >>> order.steps_per_epoch, order.draw(0, 2), order.draw(2, 2), order.draw(4, 2)
+    (2, ([2, 4], 2), ([3, 0], 4), ([1, 4], 6))
     """
 
     def __init__(self, num_prompts: int, num_per_step: int, seed: int, *, option: str):
@@ -43,11 +43,6 @@ class PromptOrder:
         Not called for a step that is not trained on.
         """
         return {}
-
-    def indices(self, step: int) -> list[int]:
-        """Return the prompt indices of a step (from 0), the same on every rank; rank r of w takes `[r::w]`."""
-        indices, _ = self.draw(step * self.num_per_step, self.num_per_step)
-        return indices
 
     def draw(self, num_drawn: int, count: int) -> tuple[list[int], int]:
         """Return the next `count` <= num_per_step prompt indices after `num_drawn`, and num_drawn for the next draw.

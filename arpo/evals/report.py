@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from arpo.config.contents import digest_of, paths_in
 from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
 from arpo.evals.benchmarks import BENCHMARKS
@@ -50,6 +51,7 @@ def grade_and_report(run: Path, reward: RewardConfig, judge: Judge | None) -> No
         records_by_set,
         grades_by_set,
         judge=judge.cfg.model if judge else "",
+        reward=name_of(reward),
         seed=settings_of(run).get("run.seed", 0),
         overlong=overlong,
         about=about,
@@ -60,26 +62,37 @@ def grade_and_report(run: Path, reward: RewardConfig, judge: Judge | None) -> No
     print(f"all tables: {run / 'report.md'}\nevery trajectory: arpo-view {run}")
 
 
+def name_of(reward: RewardConfig) -> str:
+    """Return the built-in reward's name, or the name of a custom function with the digest of its file."""
+    if not reward.file:
+        return reward.compat
+    [file] = paths_in(reward.function)
+    return f"{Path(reward.function).name} {digest_of(file)}"
+
+
 def write_report(
     folder: Path,
     records_by_benchmark: Mapping[str, Sequence[Record]],
     grades_by_benchmark: Mapping[str, Sequence[Grade]],
     *,
     judge: str = "",
+    reward: str = "",
     seed: int = 0,
     overlong: Mapping[str, int] | None = None,
     about: str = "",
 ) -> dict[str, Scores]:
     """Write all files of the report. Return the scores by benchmark, as in scores.json.
 
-    A benchmark's grades are in the order of its records. judge: name of the judge's model. seed: seed of the bootstrap.
-    overlong: question set -> number of questions left out. about: a line about the run.
+    A benchmark's grades are in the order of its records. judge: name of the judge's model. reward: name of the reward.
+    seed: seed of the bootstrap. overlong: question set -> number of questions left out. about: a line about the run.
     """
     scores: dict[str, Scores] = {}
     for name, records in records_by_benchmark.items():
         s = benchmark_scores(records, grades_by_benchmark[name], seed=seed)
         if s["metric"] == "judge":
             s["judge"] = judge
+        if "reward" in s["metric"]:
+            s["rewarded_by"] = reward
         if overlong and overlong.get(name):
             s["overlong"] = overlong[name]
         scores[name] = s
@@ -145,7 +158,8 @@ def _accuracy(s: Scores) -> str:
 
 
 def _pass_n(s: Scores) -> str:
-    return f"{s['pass@' + str(s['samples'])]:.3f}"
+    [text] = _numbers(s, [f"pass@{s['samples']}"])
+    return text
 
 
 def _numbers(s: Scores, names: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from arpo.evals import bootstrap_means, interval_of, mean, pass_at_k, wilson_interval
-from arpo.evals.grading import well_formed
+from arpo.evals.grading import REWARD_ONLY, well_formed
 from arpo.evals.records import Grade, Record
 from arpo.metrics import source_names
 from arpo.trajectory import Group, StopReason, ToolCall
@@ -65,8 +65,16 @@ def benchmark_scores(records: Sequence[Record], grades: Sequence[Grade], *, seed
 
 
 def accuracy_scores(grades: Sequence[Grade], *, seed: int = 0) -> Scores:
-    """Return questions, samples, accuracy with its interval, and pass@k."""
-    return scores_of_samples(list(correct_by_question(grades).values()), seed=seed)
+    """Return questions, samples, accuracy with its interval, and pass@k. Rewards without an accuracy have no pass@k."""
+    scores = scores_of_samples(list(correct_by_question(grades).values()), seed=seed)
+    if are_accuracies(grades):
+        return scores
+    return {name: value for name, value in scores.items() if not name.startswith("pass@")}
+
+
+def are_accuracies(grades: Iterable[Grade]) -> bool:
+    """Return False if `correct` of a grade is a reward that says nothing about right and wrong."""
+    return all(grade.metric != REWARD_ONLY for grade in grades)
 
 
 def scores_of_samples(questions: Sequence[Sequence[float]], *, seed: int) -> Scores:
@@ -149,12 +157,16 @@ def averages(
     papers.
 
     The interval resamples the questions within each benchmark. A family of one benchmark gets no row. Control sets
-    (MUTED) do not count.
+    (MUTED) and rewards without an accuracy do not count.
     """
     scores: dict[str, Scores] = {}
     resampled: dict[str, np.ndarray] = {}
     members: dict[str, list[str]] = defaultdict(list)
-    asked = {name: grades for name, grades in grades_by_benchmark.items() if not name.endswith(MUTED)}
+    asked = {
+        name: grades
+        for name, grades in grades_by_benchmark.items()
+        if not name.endswith(MUTED) and are_accuracies(grades)
+    }
     for index, (name, grades) in enumerate(sorted(asked.items())):
         scores[name] = accuracy_scores(grades)
         questions = [mean(samples) for samples in correct_by_question(grades).values()]

@@ -48,6 +48,14 @@ class DumpWriter:
         self.wait()
         self._pending = self._thread.submit(self._write, self.folder / f"{kind}_{step:06d}{SUFFIX}", groups, kind)
 
+    def drop_after(self, step: int) -> None:
+        """Remove the dumps of later steps and validations, which a continued run does again."""
+        later = [dump for kind in ("step", "valid") for dump in self._dumps(kind) if _step_of(dump) > step]
+        for dump in later:
+            dump.unlink()
+        if later:
+            self._say(f"{self.folder}: removed {len(later)} dumps of steps after {step}, which are done again")
+
     def wait(self) -> None:
         """Wait until the newest dump is on disk, or lost."""
         pending = self._pending
@@ -83,10 +91,18 @@ class DumpWriter:
             raise
         temporary.replace(path)
         if self.keep:
-            is_ours = re.compile(rf"{kind}_\d{{6,}}{re.escape(SUFFIX)}").fullmatch  # not a user's copy of a dump
-            dumps = [dump for dump in sorted(self.folder.iterdir()) if is_ours(dump.name)]
-            for old in dumps[: -self.keep]:
+            for old in self._dumps(kind)[: -self.keep]:
                 old.unlink()
+
+    def _dumps(self, kind: str) -> list[Path]:
+        """Return the dumps of a kind, oldest first; not a user's copies of dumps."""
+        is_ours = re.compile(rf"{kind}_\d{{6,}}{re.escape(SUFFIX)}").fullmatch
+        paths = sorted(self.folder.iterdir()) if self.folder.exists() else []
+        return [path for path in paths if is_ours(path.name)]
+
+
+def _step_of(dump: Path) -> int:
+    return int(dump.name.removesuffix(SUFFIX).rpartition("_")[2])
 
 
 def dump_line(group: Group, trajectory: Trajectory, extra_fields: dict) -> bytes:

@@ -70,6 +70,7 @@ class RunLog(Console):
         folder.mkdir(parents=True, exist_ok=True)
         record_settings(folder, config, resume_step)
         self.dumps = DumpWriter(folder / "trajectories", keep=keep_dumps, say=self.line)
+        self.dumps.drop_after(resume_step)
         self.metrics = MetricsFile(folder / "metrics.jsonl", resume_step)
         self.trackers = Trackers(trackers, TrackedRun(folder, config, charts or {}, resume_step), say=self.line)
 

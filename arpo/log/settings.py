@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,30 @@ CONTENTS = "contents."
 """Prefix of a digest's key. The rest is the key of the option that names the file."""
 
 
-def settings_of(folder: Path) -> dict[str, Any]:
-    """Return the newest settings of the run in `folder` by dotted keys. Raises UserError."""
+def settings_of(folder: Path, step: float = inf) -> dict[str, Any]:
+    """Return the settings of `step` (default: the newest) in the run's folder, by dotted keys. Raises UserError."""
     try:
         settings = leaves(read_yaml(folder / CONFIG))
-        if (folder / CHANGES).exists():
-            for line in read_file(folder / CHANGES).splitlines():
-                settings |= {key: now for key, (_, now) in parse_json(line)["changes"].items()}
+        for done_steps, changed in recorded_changes(folder):
+            if done_steps < step:
+                settings |= {key: now for key, (_, now) in changed.items()}
     except (OSError, AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder}: its settings cannot be read ({reason}); choose another run.name") from None
     return settings
+
+
+def recorded_changes(folder: Path) -> list[tuple[int, dict[str, tuple[object, object]]]]:
+    """Return (number of steps done then, key -> (before, now)) of each start with changed settings, in order."""
+    path = folder / CHANGES
+    lines = map(parse_json, read_file(path).splitlines() if path.exists() else [])
+    return [(line["step"], line["changes"]) for line in lines]
+
+
+def last_change(folder: Path, prefixes: tuple[str, ...]) -> int:
+    """Return the number of steps done when an option with such a beginning was last changed; 0 if none was."""
+    steps = [step for step, changed in recorded_changes(folder) if any(key.startswith(prefixes) for key in changed)]
+    return steps[-1] if steps else 0
 
 
 def begun_settings(folder: Path) -> dict[str, Any]:

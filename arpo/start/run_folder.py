@@ -23,6 +23,7 @@ from arpo.errors import UserError
 from arpo.log.settings import CONTENTS, begun_settings, changes
 
 LOCK = ".lock"
+STEP_SIZES = ("data.num_prompts_per_step", "data.num_conversations_per_step")
 _locks: list[IO[str]] = []
 """Lock files of this process. The files stay open, because closing a file would give the lock back."""
 
@@ -69,7 +70,7 @@ def check_run_folder(run: RunConfig, cfg: Any) -> None:
 
     Raises UserError if the folder cannot be claimed, or if the run exists and run.resume is False. Unless
     run.resume_changed is True, the function also raises UserError for the first changed setting that decides the result
-    of training.
+    of training. A changed size of a step (STEP_SIZES) needs run.num_steps.
     """
     folder = run.folder
     claim_folder(folder, cfg.SCRIPT)
@@ -77,9 +78,17 @@ def check_run_folder(run: RunConfig, cfg: Any) -> None:
         return
     if not run.resume:
         raise UserError(f"{folder}: run.resume is False but this run exists; choose another run.name")
+    changed = changes(folder, cfg)
+    for key in STEP_SIZES:
+        if key in changed and run.resume_changed and not run.num_steps:
+            before, now = changed[key]
+            raise UserError(
+                f"{folder} was begun with {key}={before}, and now it is {now}: run.num_epochs would count the steps "
+                "done as steps of the new size; set run.num_steps, the number of all steps, with those done"
+            )
     if run.resume_changed:
         return
-    for key, (before, now) in changes(folder, cfg).items():
+    for key, (before, now) in changed.items():
         option = key.removeprefix(CONTENTS)
         difference = f"{key}={before}, and now it is {now}"
         if option != key:

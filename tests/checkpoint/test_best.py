@@ -172,7 +172,41 @@ def test_a_kill_in_the_choice_is_made_good_by_the_next_start(tiny_model_dir, tmp
 )
 def test_a_run_that_will_have_no_best_model_says_so_at_the_start(changes, valid, reasons):
     """Others found out at the end: ashleve/lightning-hydra-template#390, i-machine-think/machine#72."""
-    said = why_no_best(RunConfig(name="mine", **changes), valid)
+    said = why_no_best(RunConfig(name="mine", **changes), valid, num_steps=100)
     expected = f"there will be no runs/mine/best ({reasons}): docs/data.md#hold-some-rows-out"
     assert said == (expected if reasons else "")
     assert "\n## Hold some rows out\n" in (ROOT / "docs" / "data.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_steps", "is_said"),
+    [
+        ({"validate_every": 10, "save_every": 15}, 30, True),
+        ({"validate_every": 10, "save_every": 15}, 31, False),  # step 30 can be chosen
+        ({"validate_every": 10, "save_every": 5, "save_hf_every": 3}, 25, True),
+        ({"validate_every": 10, "save_every": 5}, 20, False),
+        ({"validate_every": 10, "save_every": 15}, 8, False),  # a short run has nothing to choose from
+        ({"validate_every": 10, "save_every": 0}, 30, False),  # its last step alone is saved, as was asked for
+    ],
+)
+def test_intervals_that_never_meet_are_told_at_the_start(changes, num_steps, is_said):
+    """huggingface/transformers PR 12786 refuses them; here the best was the last step, and nothing told."""
+    said = why_no_best(RunConfig(name="mine", **changes), "valid.jsonl", num_steps)
+    assert said.startswith("runs/mine/best will be the last step: ") == is_said == bool(said)
+
+
+def test_scores_of_other_questions_are_not_compared(tmp_path):
+    """Here no later score could beat the first ones. (In allenai/allennlp PR 359 a resumed run forgot its best.)"""
+    run = tmp_path / "run"
+    for step, accuracy in ((5, 0.9), (10, 0.8)):  # of the first fifty questions
+        add_row(run, step, accuracy)
+        keep_best(run, saved(run, step), step)
+    changes = {"data.num_valid_prompts": [50, 0]}
+    (run / "changes.jsonl").write_text(json.dumps({"step": 10, "changes": changes}) + "\n")
+    assert keep_best(run, saved(run, 10), 10) == "" and kept(run) == "5"  # until there is another validation
+    for step, accuracy in ((15, 0.5), (20, 0.6), (25, 0.55)):
+        add_row(run, step, accuracy)
+        said = keep_best(run, saved(run, step), step)
+        assert kept(run) == {15: "15"}.get(step, "20")
+    assert said == ""
+    assert sorted(path.name for path in (run / "checkpoints").glob("best_*")) == ["best_000005", "best_000020"]

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.edits import ROOT
 from helpers.files import write_jsonl, write_parquet
+from helpers.orders import indices
 
 from arpo.data import PromptOrder, load_prompts, tokenize_prompts
 from arpo.errors import UserError
@@ -182,20 +183,20 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, caplog):
 
 def test_draws_of_any_size_follow_the_order_of_epoch_and_seed():
     order = PromptOrder(num_prompts=10, num_per_step=3, seed=0, option="data.n")  # 9 prompts an epoch
-    assert order.draw(6, 3) == (order.indices(2), 9)
-    epoch = order.indices(0) + order.indices(1) + order.indices(2)
+    assert order.draw(6, 3) == (indices(order, 2), 9)
+    epoch = indices(order, 0) + indices(order, 1) + indices(order, 2)
     assert order.draw(1, 2) == (epoch[1:3], 3) and order.draw(3, 1) == (epoch[3:4], 4)
     # one prompt is left of the first epoch: too few for two, so they are the second epoch's first
-    assert order.draw(8, 2) == (order.indices(3)[:2], 11) and order.draw(8, 1) == (epoch[8:], 9)
-    assert len({tuple(order.indices(3 * epoch)) for epoch in range(5)}) == 5
-    assert order.indices(0) != PromptOrder(10, 3, seed=4, option="data.n").indices(0)
+    assert order.draw(8, 2) == (indices(order, 3)[:2], 11) and order.draw(8, 1) == (epoch[8:], 9)
+    assert len({tuple(indices(order, 3 * epoch)) for epoch in range(5)}) == 5
+    assert indices(order, 0) != indices(PromptOrder(10, 3, seed=4, option="data.n"), 0)
     with pytest.raises(UserError, match=r"3 usable rows of data.train are fewer than data.n=4"):
         PromptOrder(num_prompts=3, num_per_step=4, seed=0, option="data.n")
 
 
 def test_a_queue_begins_as_a_draw_goes_on_over_epochs_and_holds_no_prompt_twice():
     order = PromptOrder(num_prompts=10, num_per_step=3, seed=0, option="data.n")  # 9 prompts an epoch
-    first, second = ([i for step in range(3) for i in order.indices(3 * epoch + step)] for epoch in (0, 1))
+    first, second = ([i for step in range(3) for i in indices(order, 3 * epoch + step)] for epoch in (0, 1))
     assert order.queue(3, 2) == list(zip(first[3:5], (4, 5), strict=True))
     assert order.queue(8, 2) == list(zip(second[:2], (10, 11), strict=True))  # as `draw`
     queue = order.queue(5, 9)

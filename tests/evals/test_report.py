@@ -11,7 +11,7 @@ from helpers.eval_records import CALL, boxed, record
 from helpers.sample_groups import HOSTILE
 
 from arpo.evals import wilson_interval
-from arpo.evals.grading import grade_records
+from arpo.evals.grading import REWARD_ONLY, grade_records
 from arpo.evals.records import Grade, Record, read_grades
 from arpo.evals.report import write_report
 from arpo.evals.scores import accuracy_scores, averages, benchmark_scores
@@ -181,3 +181,18 @@ def test_judges_failures_are_told(tmp_path):
     assert "2 trajectories with a judgement that is not clearly a verdict; they count as not correct" in text
     assert "1 trajectories that the judge could not be asked about" in text
     assert scores["hle"]["judge"] == "J" and scores["hle"]["f1"] == 0.5 and list(scores) == ["hle"]
+
+
+def test_a_reward_without_an_accuracy_has_no_pass_at_k_and_is_in_no_mean(tmp_path):
+    """lm-evaluation-harness#3986: a mean over tasks needs one metric. Until now 1.125 and 0.75 had a mean here."""
+    records = {name: [boxed("1", question_id=f"q{i}") for i in range(4)] for name in ("mine", "gaia", "hle")}
+    metrics = {"mine": REWARD_ONLY, "gaia": "f1", "hle": "f1"}
+    grades = {
+        name: [Grade(f"q{i}", 0, {}, value, metrics[name], "") for i, value in enumerate(values)]
+        for name, values in {"mine": [3.0, -1.0, 2.5, 0.0], "gaia": [1.0, 0.0, 1.0, 1.0], "hle": [0.0] * 4}.items()
+    }
+    scores = write_report(tmp_path, records, grades, reward="paper")
+    assert scores["mine"]["accuracy"] == 1.125 and "pass@1" not in scores["mine"] and scores["gaia"]["pass@1"] == 0.75
+    report = (tmp_path / "report.md").read_text()
+    assert "| mean of 2 (all) |  |  | 0.375 [" in report and "mean of 3" not in report
+    assert "| mine | 4 | 1 | 1.125 [-0.500, 2.750] |  | reward, no accuracy |" in report

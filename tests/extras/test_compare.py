@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from helpers.eval_records import boxed
 
+from arpo.config.rewards import RewardConfig
 from arpo.errors import UserError
+from arpo.evals.grading import REWARD_ONLY
 from arpo.evals.records import Grade
-from arpo.evals.report import write_report
+from arpo.evals.report import name_of, write_report
 from extras.compare import compare_runs
 
 
@@ -21,9 +23,9 @@ def grades_of(chances: dict[str, float], n: int, *, seed: int, metric: str = "f1
     return [Grade(q, i, {}, float(rng.random() < p), metric, "") for q, p in chances.items() for i in range(n)]
 
 
-def write_run(folder: Path, judge: str = "", **grades: list[Grade]) -> Path:
+def write_run(folder: Path, judge: str = "", reward: str = "", **grades: list[Grade]) -> Path:
     records = {b: [boxed("1", question_id=g.question_id, sample=g.sample) for g in of] for b, of in grades.items()}
-    write_report(folder, records, grades, judge=judge)
+    write_report(folder, records, grades, judge=judge, reward=reward)
     return folder
 
 
@@ -105,6 +107,49 @@ def test_other_graders_and_missing_benchmarks_are_left_out_and_told(tmp_path):
     assert "gaia has different graders: judge (K), f1" in text
     assert "hle has different graders: judge (K), judge (J)" in text
     assert "aime24 is only in a" in text and "xbench is only in b" in text
+
+
+def test_rewards_of_different_functions_are_not_compared(tmp_path):
+    """One name for the scores of two functions: elastic/kibana#285723."""
+    (tmp_path / "mine.py").write_text("def f(data_source, solution_str, ground_truth, extra_info): return 1.0\n")
+    rewards = [name_of(RewardConfig(file=file)) for file in ("", f"{tmp_path}/mine.py:f")]
+    same = grades_of(HALF, 1, seed=0, metric="reward")
+    a, b, c = (write_run(tmp_path / f"{i}", reward=r, mine=same) for i, r in enumerate((*rewards, rewards[1])))
+    assert compared(b, c)[1]["benchmarks"]["mine"]["accuracy"]["difference"] == 0.0
+    with pytest.raises(
+        UserError, match=r"mine has different graders: reward \(mine\.py:f sha256:\w+\), reward \(paper"
+    ):
+        compare_runs([a, b])
+
+
+def test_rewards_without_an_accuracy_are_compared_as_they_are_and_count_in_no_mean(tmp_path):
+    a, b = (
+        write_run(
+            tmp_path / f"{value}",
+            mine=[Grade(q, 0, {}, value, REWARD_ONLY, "") for q in HALF],
+            gaia=grades_of(HALF, 1, seed=0),
+        )
+        for value in (2.0, 5.0)
+    )
+    text, result = compared(a, b)
+    assert (
+        result["benchmarks"]["mine"]["accuracy"]["difference"] == 3.0 and "pass@1" not in result["benchmarks"]["mine"]
+    )
+    assert result["overall"]["accuracy"]["difference"] == 0.0 and "mean of" not in text
+
+
+def test_answers_that_nobody_graded_are_told(tmp_path):
+    """Two runs with other numbers of errors: UKGovernmentBEIS/inspect_ai#2914, PR 3781."""
+    a = write_run(tmp_path / "a", judge="J", gaia=grades_of(HALF, 1, seed=0, metric="judge"))
+    grades = [replace(g, reason="judge_failed") for g in grades_of(HALF, 1, seed=0, metric="judge")]
+    records = [
+        boxed("1", question_id=g.question_id, stop_reason="error" if i < 3 else "eos") for i, g in enumerate(grades)
+    ]
+    write_report(tmp_path / "b", {"gaia": records}, {"gaia": grades}, judge="J")
+    text, _ = compared(a, tmp_path / "b")
+    assert "gaia: b has 40 trajectories that the judge could not be asked about" in text
+    assert "gaia: b has 3 trajectories that an infrastructure error cut off; without a grade they count as" in text
+    assert "gaia: a has" not in text
 
 
 def test_several_runs_are_each_compared_with_the_first_under_names_that_tell_them_apart(tmp_path):

@@ -51,6 +51,20 @@ def test_a_resumed_run_forgets_what_was_logged_after_its_checkpoint(tmp_path):
     assert [(row["step"], row["reward/mean"]) for row in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+def test_a_resumed_run_forgets_the_dumps_after_its_checkpoint(tmp_path, capsys):
+    """Otherwise the viewer shows a step of the future, of a policy that is no more, until it is done again."""
+    log = RunLog(tmp_path, Config(), is_main=True)
+    for step, kind in ((10, "step"), (10, "valid"), (20, "step"), (20, "valid"), (20, "nonfinite")):
+        log.trajectories(step, [group()], kind=kind)
+    log.close()
+    dumps = tmp_path / "trajectories"
+    (dumps / "step_000020_mine.jsonl.gz").touch()
+    RunLog(tmp_path, Config(), is_main=True, resume_step=15).close()
+    names = ["nonfinite_000020", "step_000010", "step_000020_mine", "valid_000010"]
+    assert sorted(path.name for path in dumps.iterdir()) == [f"{name}.jsonl.gz" for name in names]
+    assert f"{dumps}: removed 2 dumps of steps after 15, which are done again" in capsys.readouterr().out
+
+
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_and_says_where_to_look(tmp_path, capsys):
     """Also what it did before step 1, or its validation would be there twice."""
     for accuracy in (0.25, 0.5):

@@ -1,6 +1,7 @@
 """Trackers: the real packages, without a network; and that none of them ever ends a run."""
 
 import json
+import shutil
 
 import pytest
 from helpers.tracked import Config, log_of
@@ -104,5 +105,20 @@ def test_a_continued_run_has_the_id_that_its_folder_keeps_and_a_new_one_another(
 
     first = id_of(run(0), "wandb")
     assert id_of(run(3), "wandb") == first and id_of(run(3), "trackio") != first
-    assert json.loads((tmp_path / IDS).read_text()).keys() == {"wandb", "trackio"}
+    assert json.loads((tmp_path / IDS).read_text()).keys() == {"wandb", "trackio", "folder"}
     assert id_of(run(0), "wandb") != first
+
+
+def test_a_copy_of_a_run_that_continues_is_another_run_of_the_tracker(tmp_path):
+    """Two runs mixed into one: mlfoundations/open_clip#340, ray-project/ray PR 29916."""
+
+    def run(name, step):
+        (tmp_path / name).mkdir(exist_ok=True)
+        return TrackedRun(tmp_path / name, Config(), {}, resume_step=step)
+
+    first = id_of(run("a", 0), "wandb")
+    (tmp_path / "b").mkdir()
+    shutil.copyfile(tmp_path / "a" / IDS, tmp_path / "b" / IDS)
+    second = id_of(run("b", 3), "wandb")
+    assert second != first
+    assert (id_of(run("a", 3), "wandb"), id_of(run("b", 3), "wandb")) == (first, second)

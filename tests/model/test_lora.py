@@ -1,7 +1,7 @@
 """Adapters on real FSDP2 ranks; the reference for merged weights is the Hugging Face model's own forward pass."""
 
 import json
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from arpo.log.settings import save_config
 from arpo.model import load_policy
 from arpo.model.lora import MergedProduct, adapted
 from arpo.model.optim import build_optimizer, clip_grad_norm
-from extras.export import export_checkpoint
+from extras.export import export_checkpoint, model_of_run
 
 CPU = torch.device("cpu")
 
@@ -184,8 +184,6 @@ def train(ranks, folder: str, run: str, last_step: int, save_at: int) -> dict[st
 @pytest.fixture(scope="module")
 def run(tiny_model_dir, tmp_path_factory):
     """A run's folder with a checkpoint of step 2, and its parameters after step 3."""
-    from dataclasses import make_dataclass
-
     folder = tmp_path_factory.mktemp("run")
     ranks = run_ranks(2, train, str(tiny_model_dir), str(folder), 3, 2)
     save_config(make_dataclass("Config", ["model"])(lora_cfg(tiny_model_dir)), folder / "config.yaml")
@@ -222,6 +220,16 @@ def test_the_export_of_a_checkpoint_is_merged_and_equals_the_export_of_the_live_
     assert ours.keys() == live.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], live[name], atol=1e-6, rtol=1e-6)
+
+
+def test_a_checkpoint_is_exported_with_the_lora_alpha_of_its_step(tiny_model_dir, tmp_path):
+    """A merge with another alpha than the training's: verl-project/verl PR 5337."""
+    save_config(make_dataclass("Config", ["model"])(lora_cfg(tiny_model_dir)), tmp_path / "config.yaml")
+    later = [(1, 8.0, 16.0), (2, 16.0, 64.0)]  # continued after step 1, and again after step 2
+    lines = [json.dumps({"step": step, "changes": {"model.lora_alpha": [old, new]}}) for step, old, new in later]
+    (tmp_path / "changes.jsonl").write_text("\n".join(lines) + "\n")
+    checkpoints = [tmp_path / "checkpoints" / f"step_{step:06d}" for step in (1, 2, 3)]
+    assert [model_of_run(folder, "").lora_alpha for folder in checkpoints] == [8.0, 16.0, 64.0]
 
 
 def test_the_adapter_export_is_what_peft_reads(tiny_model_dir, run, tmp_path):

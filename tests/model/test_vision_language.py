@@ -16,6 +16,7 @@ from arpo.model import load_policy
 from arpo.model.critic import load_critic
 from arpo.start.memory import sizes_of
 from arpo.tree import collate_tree
+from extras.export import write_adapter
 
 CPU = torch.device("cpu")
 TEXT = {
@@ -84,6 +85,17 @@ def test_vllm_gets_the_names_of_the_folder(folder):
     check_split(str(folder), 2)
     with pytest.raises(UserError, match="num_attention_heads=4"):
         check_split(str(folder), 3)
+
+
+def test_exported_adapters_have_the_names_of_the_folder(folder, tmp_path):
+    """Under other names vLLM and peft load an adapter that does nothing: vllm-project/vllm#34186, PR 48022."""
+    adapters = {"model.layers.0.mlp.up_proj.lora_A": torch.ones(2, 32)}
+    write_adapter(adapters, tmp_path / "a", base=str(folder), rank=2, alpha=4)
+    [name] = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    prefix = "base_model.model."
+    assert name.startswith(prefix) and name.endswith(".lora_A.weight")
+    layer = name.removeprefix(prefix).removesuffix(".lora_A.weight")
+    Qwen3_5ForConditionalGeneration.from_pretrained(folder).get_submodule(layer)
 
 
 def test_adapters_go_on_gated_delta_too(folder, mesh):

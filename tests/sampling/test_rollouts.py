@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from helpers.cut_rollout import random_tree
 from helpers.fakes import EchoTool
+from helpers.orders import indices
 from helpers.scripted_rollout import prompt, score
 
 from arpo.data import PromptOrder
@@ -48,7 +49,7 @@ def begin(sampler_with) -> Callable[..., Rollouts]:
 @pytest.mark.parametrize("source", SOURCES)
 def test_each_prompt_that_was_drawn_is_trained_on_once_or_is_drawn_again(begin, source):
     rollouts = begin(source)
-    in_order = [f"p{place}" for step in range(3 * NUM_STEPS) for place in rollouts.order.indices(step)]
+    in_order = [f"p{place}" for step in range(3 * NUM_STEPS) for place in indices(rollouts.order, step)]
     sampled, is_refilled = [], source.startswith("refilled")
     for step in range(1, NUM_STEPS + 1):
         batch = rollouts.next(step, Timers())

@@ -110,6 +110,14 @@ def test_each_change_is_on_record_with_its_step_and_is_what_the_next_start_is_co
     assert len((begun / "changes.jsonl").read_text().splitlines()) == 1, "nothing has changed since"
 
 
+def test_larger_steps_need_a_number_of_steps(config, begun):
+    """Twice the size halves run.num_epochs' steps, and a run past the half ended at once: SimpleTuner PR 3093."""
+    larger = ["--run.resume_changed", "True", "--data.num_prompts_per_step", "256"]
+    with pytest.raises(UserError, match=r"num_prompts_per_step=128, and now it is 256: .*; set run\.num_steps, the "):
+        check(config(*larger))
+    check(config(*larger, "--run.num_steps", "50"))
+
+
 def test_a_run_without_a_checkpoint_begins_anew_under_any_settings(config, tmp_path):
     record_settings_of(config(), tmp_path / "r", 0)
     record_settings_of(config("--optim.lr", "1e-5"), tmp_path / "r", 0)
