@@ -551,12 +551,32 @@ def test_what_is_said_of_the_searches_is_in_the_results():
     one_fork = of_search("silent", ONE_FORK), of_search("silent", "at2po_anchored_g2_r1_x1")
     assert f"dearer, {one_fork[0]} of GRPO's calls" in page
     assert f"{one_fork[0]} (`top_h`) and {one_fork[1]} (`at2po`)" in record
+    others = [
+        of_search("unready", name)
+        for name in ("arpo_anchored_g3_r1_x1", "threshold_anchored_g2_r1_x1", "top_h_anchored_g3_r1_x1")
+    ]
+    assert of_search("unready", "random_anchored_g3_r1_x1") == others[0]
+    assert f"random forks take {others[0]} with two forks, the threshold {others[1]} with one" in record
+    aepo = of_search("unready", "aepo_anchored_g2_x1")
+    assert f"`top_h` {others[2]} with two, AEPO {aepo}. Seed 31" in record
     first = [
         of_search("first", name)
         for name in ("threshold_anchored_g3_r1_x1", "at2po_anchored_g3_r1_x1", LEAST_SURE, "top_h_anchored_g4_r2_x1")
     ]
     assert f"forks takes {first[0]} of the calls of GRPO with two, `at2po` with two forks {first[1]} and with" in record
     assert f"three {first[2]}, `top_h` with two roots of four {first[3]}. One fork" in record
+
+
+def test_where_success_is_rare_the_usual_rate_is_the_best_for_every_rule():
+    tried = by_setting([line for line in results("frontier") if (line["world"], line["stage"]) == ("unready", 1)])
+    faster = {setting: runs for setting, runs in tried.items() if setting.rate > 1}
+    assert Counter(setting.rate for setting in faster) == {2: 8, 4: 8}
+    assert len({setting.rule for setting in faster}) == 8 and all(len(runs) == 2 for runs in faster.values())
+    learnt = Counter((setting.rate, seed) for setting, runs in faster.items() for seed in runs if cost(runs[seed]))
+    assert learnt == {(2, 30): 6}
+    for setting in faster:
+        of_rule = {size: tuning_cost(list(runs.values())) for size, runs in tried.items() if size.rule == setting.rule}
+        assert min(of_rule, key=of_rule.get).rate == 1
 
 
 def test_what_is_said_of_a_threshold_with_one_fork_is_in_the_results():
