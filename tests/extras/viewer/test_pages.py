@@ -130,7 +130,7 @@ def test_only_what_changed_is_read_and_written_again(run, groups, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(viewer, "page_of", None)  # which reads the dumps
         assert write_page(run) == first and stamps(run) == before
-    log = RunLog(run, RunConfig(), is_main=True, resume_step=10)
+    log = RunLog(run, RunConfig(), is_main=True, resume_step=20)
     log.trajectories(11, groups[:1])
     log.close()
     data = data_of((run / "viewer" / "step_000009.html").read_text())
