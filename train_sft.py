@@ -112,7 +112,7 @@ def main(cfg: SFTConfig) -> None:
     )
     for warning in filter(None, (why_no_best(run, cfg.data.valid, num_steps), why_no_end(model.path, tokenizer))):
         log.line(warning)
-    # not `done_steps` times the size of a step, which the run may have continued with another one
+    # From the checkpoint: earlier steps may have had another size than order.num_per_step.
     place = Place(saver.progress.get("num_drawn", done_steps * order.num_per_step))
     validates = bool(valid_rows and run.validate_every)
     if done_steps == 0:

@@ -28,8 +28,7 @@ NAMES = (ACCURACY, f"{ACCURACY}_low", f"{ACCURACY}_high", REWARD, NLL)
 
 
 def why_no_best(run: RunConfig, valid: str, num_steps: int) -> str:
-    """Return a line for the log that says why RUN/best will not be written, or has no choice; "" if it will and has,
-    or if keep_best is off.
+    """Return a line for the log if RUN/best will not be written, or can only be the last step. Otherwise return "".
 
     valid: data.valid. num_steps: number of steps of the run.
     """
@@ -64,9 +63,8 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
     rows = {n: row for n, row in all_rows.items() if n > changed and isfinite(_score(row))}
     # 0 also for a link that the user has set to another folder: the next choice replaces it.
     kept = max(manifest.step_of(link.resolve(), "best"), 0) if link.exists() else 0
-    if (
-        kept and kept not in rows and (kept > changed or kept not in all_rows)
-    ):  # the run has resumed before this step, and will do it again
+    if kept and kept not in (rows if kept > changed else all_rows):
+        # The run has resumed before this step, and will do it again.
         link.unlink()
         kept = 0
     exports = {manifest.step_of(folder): folder / "hf" for folder in checkpoints if (folder / "hf").exists()}
@@ -82,7 +80,8 @@ def keep_best(run: Path, checkpoints: Iterable[Path], step: int) -> str:
     temporary.rename(folder)
     point_to(folder, link)
     for other in filter(manifest.may_be_removed, (run / "checkpoints").glob("best_*")):
-        if other != folder and not 0 < manifest.step_of(other, "best") <= changed:
+        is_of_former_validation = 0 < manifest.step_of(other, "best") <= changed
+        if other != folder and not is_of_former_validation:
             shutil.rmtree(other)
     before = f", before: step {kept}, {_text(rows[kept])}" if kept in rows else ""
     return f"best validation so far: step {best}, {_text(rows[best])}{before}"

@@ -22,7 +22,8 @@ def pinned_like(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     num_bytes = tensor.numel() * tensor.element_size()
-    # Pages of its own: malloc could put two tensors on one page, and CUDA pins a page only once.
+    # Pages of its own: malloc could put two tensors on one page, and CUDA pins a page only once. They are shared with
+    # forks: after a copy on write the host would no longer see what the GPU writes.
     pages = mmap.mmap(-1, num_bytes)
     host = torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
     runtime = torch.cuda.cudart()

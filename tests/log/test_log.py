@@ -52,7 +52,7 @@ def test_a_resumed_run_forgets_what_was_logged_after_its_checkpoint(tmp_path):
 
 
 def test_a_resumed_run_forgets_the_dumps_after_its_checkpoint(tmp_path, capsys):
-    """Otherwise the viewer shows a step of the future, of a policy that is no more, until it is done again."""
+    """Otherwise the viewer shows steps that the continued run has not done yet."""
     log = RunLog(tmp_path, Config(), is_main=True)
     for step, kind in ((10, "step"), (10, "valid"), (20, "step"), (20, "valid"), (20, "nonfinite")):
         log.trajectories(step, [group()], kind=kind)
