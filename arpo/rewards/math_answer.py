@@ -24,7 +24,7 @@ _UNITS = {
         "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
         "in inch inches", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram", "lb pound",
         "oz ounce", "ml mL milliliter millilitre", "l L liter litre", "ms millisecond", "s sec second", "min minute",
-        "h hr hour", "day", "week", "month", "year", "degree", "cent", "dollar", "euro",
+        "h hr hour", "day", "week", "month", "year", "degree", "cent", "dollar", "euro", "unit",
     )
     for alias in names.split()
 }  # fmt: skip
@@ -38,7 +38,9 @@ _MIXED = re.compile(r"([-+]?)(\d+)\s+(\d+)/(\d+)")
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 _UNIT = r"(?P<%s>[A-Za-z]+)(?:\^\{?(?P<%s>[23])\}?)?"
 _QUANTITY = re.compile(
-    rf"(?P<number>.*[\d)}}])(?P<gap>{_GAP}*){_UNIT % ('unit', 'power')}(?:/{_UNIT % ('per', 'per_power')})?", re.DOTALL
+    rf"(?P<number>.*(?:[\d)}}]|\\pi|\u03c0))(?P<gap>{_GAP}*){_UNIT % ('unit', 'power')}"
+    rf"(?:(?:/|\s+per\s+){_UNIT % ('per', 'per_power')})?",
+    re.DOTALL,
 )
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar)\{(\d+)\}")
 _RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
@@ -131,7 +133,7 @@ def _clean(text: str) -> str:
     for left, right in ((r"\(", r"\)"), (r"\[", r"\]")):
         if text.startswith(left):
             text = text.removeprefix(left).removesuffix(right).strip()
-    return text.rstrip(".").strip() if text != "." else text
+    return text.rstrip(".,;").strip() or text
 
 
 def _without_spacing(text: str) -> str:
@@ -154,7 +156,8 @@ def _split_unit(text: str) -> tuple[str, str]:
         is_unit = quantity["gap"] or quantity["per"] or len(quantity["unit"]) > 1
         if name and is_unit and (per or not quantity["per"]):
             text = quantity["number"]
-            unit = f"{name}^{quantity['power'] or 1}/{per}^{quantity['per_power'] or 1}"
+            if name != "unit":  # "5 units" names no unit
+                unit = f"{name}^{quantity['power'] or 1}/{per}^{quantity['per_power'] or 1}"
     return _plain_number(text), unit
 
 

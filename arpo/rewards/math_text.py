@@ -28,6 +28,7 @@ _ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?
 _DEGREES = {"√": "", "∛": "[3]", "∜": "[4]"}
 
 _SPELLINGS = (
+    (re.compile(r"\\\$|\\pounds(?![A-Za-z])|[€£¥]"), ""),  # a unit may be missing
     (re.compile(r"\\lor(?![A-Za-z])"), r"\\text{ or }"),
     (re.compile(r"\\land(?![A-Za-z])"), r"\\text{ and }"),
     (re.compile(r"\\not\s*="), r"\\neq "),
