@@ -59,5 +59,14 @@ OURS = {
     "vllm_gpu_memory_utilization": "engine.gpu_memory_utilization",
 }
 """Last part of a key there -> our key."""
+OTHER_MEANING = {
+    "clip_ratio",
+    "epsilon",
+    "epsilon_high",
+    "max_assistant_turns",
+    "per_device_train_batch_size",
+    "scale_rewards",
+}
+"""Keys there whose values mean something else here. A table of docs/training.md says what."""
 SECTIONS = {"eval": "evaluate.py", "ablation": "extras.ablation", "critic": "train_rl.py", "rollout": "train_rl.py"}
 """Section of a file -> the script that reads the section."""

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import fields, is_dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from arpo.config.foreign import OURS, SECTIONS
+from arpo.config.foreign import OTHER_MEANING, OURS, SECTIONS
 from arpo.errors import UserError
 
 Kind = Literal["section", "list", "value", "optional", "flag"]
@@ -64,7 +64,8 @@ def check_known(key: str, known: dict[str, Kind], where: str) -> None:
     leaf = key.rsplit(".", 1)[-1]
     ours = OURS.get(leaf)
     if ours in known:
-        raise UserError(f"{where}: unknown key {key!r}; here it is --{ours}, see --help")
+        more = "docs/training.md, since the value means something else" if leaf in OTHER_MEANING else "--help"
+        raise UserError(f"{where}: unknown key {key!r}; here it is --{ours}, see {more}")
     if key in SECTIONS:
         raise UserError(f"{where}: {key!r} is a section of {SECTIONS[key]}; give the file to that")
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [

@@ -131,7 +131,9 @@ class ModelConfig:
     )
     """Linear layers with an adapter."""
     enable_thinking: bool = False
-    """Thinking switch for the chat template (Qwen3). Templates without the switch ignore it."""
+    """Thinking switch for the chat template (Qwen3, where True is the template's own default). False puts an empty
+    thought into each prompt, also before an answer of SFT data that begins with a thought. Templates without the switch
+    ignore it."""
 
     def __post_init__(self) -> None:
         trains = self.lora_alpha > 0 and self.lora_targets

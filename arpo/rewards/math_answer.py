@@ -10,7 +10,7 @@ from pathlib import Path
 from arpo.jail.child import Child, ChildDied
 from arpo.protocol.format_rules import last_box
 from arpo.rewards import math_worker
-from arpo.rewards.math_text import from_unicode, respelled
+from arpo.rewards.math_text import PYTHON, from_unicode, respelled
 from arpo.rewards.qa import option_letter, unwrap
 
 MAX_CHARS = 1000
@@ -24,7 +24,8 @@ _UNITS = {
         "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
         "in inch inches", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram", "lb pound",
         "oz ounce", "ml mL milliliter millilitre", "l L liter litre", "ms millisecond", "s sec second", "min minute",
-        "h hr hour", "day", "week", "month", "year", "degree", "cent", "dollar", "euro", "unit",
+        "h hr hour", "day", "week", "month", "year", "degree", "radian", "cent", "dollar", "euro",
+        "unit",
     )
     for alias in names.split()
 }  # fmt: skip
@@ -39,11 +40,24 @@ _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 _UNIT = r"(?P<%s>[A-Za-z]+)(?:\^\{?(?P<%s>[23])\}?)?"
 _QUANTITY = re.compile(
     rf"(?P<number>.*(?:[\d)}}]|\\pi|\u03c0))(?P<gap>{_GAP}*){_UNIT % ('unit', 'power')}"
-    rf"(?:(?:/|\s+per\s+){_UNIT % ('per', 'per_power')})?",
+    rf"(?:(?:{_GAP}*/{_GAP}*|\s+per\s+){_UNIT % ('per', 'per_power')})?",
     re.DOTALL,
 )
+_COUNTED = re.compile(
+    rf"(?P<number>.*(?:[\d)}}]|\\pi|\u03c0)){_GAP}*"
+    r"(?P<words>[A-Za-z]{4,}|[A-Za-z]{3,}(?:[ -]+(?:[A-Za-z]{2,}|a))+)",
+    re.DOTALL,
+)
+_CHANGES_NUMBER = re.compile(
+    r"\b(?:or|and|if|not|less|more|least|most|than|mod|times|plus|minus|over|root|choose|base|divided|squared|cubed"
+    r"|factorial|percent\w*|pct|hal(?:f|ves)|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth)s?"
+    r"|\w*hundred\w*|\w*thousand\w*|\w*illions?|dozens?)\b",
+    re.IGNORECASE,
+)
+_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2}")
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar)\{(\d+)\}")
 _RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
+_MARK_AT_END = re.compile(r"(?<![.,;])[.,;]\s*$")  # but not dots: 3.14... is not 3.14
 _EQUALS = re.compile(r"(?<![<>!:])=(?!=)|\\approx(?![A-Za-z])")
 _DASH = re.compile(r"\u2212|(?<![\w)}])[\u2010-\u2013]")  # a minus, unless it is the dash of a range: 3\u20135
 _FRACTION = re.compile(r"([-+]?\d+)/(\d*[1-9]\d*)|([-+]?)\\frac\{(\d+)\}\{(\d*[1-9]\d*)\}")
@@ -133,7 +147,7 @@ def _clean(text: str) -> str:
     for left, right in ((r"\(", r"\)"), (r"\[", r"\]")):
         if text.startswith(left):
             text = text.removeprefix(left).removesuffix(right).strip()
-    return text.rstrip(".,;").strip() or text
+    return _MARK_AT_END.sub("", text) or text
 
 
 def _without_spacing(text: str) -> str:
@@ -158,7 +172,16 @@ def _split_unit(text: str) -> tuple[str, str]:
             text = quantity["number"]
             if name != "unit":  # "5 units" names no unit
                 unit = f"{name}^{quantity['power'] or 1}/{per}^{quantity['per_power'] or 1}"
-    return _plain_number(text), unit
+    return _plain_number(_without_noun(text)), unit
+
+
+def _without_noun(text: str) -> str:
+    """Remove what was counted: "17 red marbles" -> "17". Words that change the number stay: "17 thousand"."""
+    counted = _COUNTED.fullmatch(text)
+    if not counted or _WORD.search(counted["number"]):
+        return text
+    words = counted["words"]
+    return text if _CHANGES_NUMBER.search(words) or PYTHON.search(words) else counted["number"]
 
 
 def _plain_number(text: str) -> str:

@@ -29,6 +29,7 @@ _DEGREES = {"√": "", "∛": "[3]", "∜": "[4]"}
 
 _SPELLINGS = (
     (re.compile(r"\\\$|\\pounds(?![A-Za-z])|[€£¥]"), ""),  # a unit may be missing
+    (re.compile(r"^\s*(?:=|\\approx(?![A-Za-z]))"), ""),
     (re.compile(r"\\lor(?![A-Za-z])"), r"\\text{ or }"),
     (re.compile(r"\\land(?![A-Za-z])"), r"\\text{ and }"),
     (re.compile(r"\\not\s*="), r"\\neq "),
@@ -49,7 +50,7 @@ _FUNCTIONS = {
     "Fraction": r"\frac{%s}{%s}", "binomial": r"\binom{%s}{%s}",
     **{name: rf"\{name}{{(%s)}}" for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")},
 }  # fmt: skip
-_PYTHON = re.compile(rf"\*|(?<![A-Za-z])(?:pi|oo|{'|'.join([*_FUNCTIONS, *_GREEK])})(?![A-Za-z])")
+PYTHON = re.compile(rf"\*|(?<![A-Za-z])(?:pi|oo|{'|'.join([*_FUNCTIONS, *_GREEK])})(?![A-Za-z])")
 """A star or one of these names marks a text without a backslash as Python."""
 _OMITTED_STAR = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?=(?!e[-+]?\d)[A-Za-z(])")
 
@@ -98,7 +99,7 @@ def from_python(text: str) -> str:
     >>> from_python("pi/4"), from_python("x**2 + 1 = 0"), from_python("(1, 2*pi]"), from_python("cat")
     ('\\frac{\\pi}{4}', '{x}^{2}+1=0', '(1,2\\cdot \\pi]', 'cat')
     """
-    if "\\" in text or not _PYTHON.search(text):
+    if "\\" in text or not PYTHON.search(text):
         return text
     try:
         return _list(text)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arpo.config.foreign import OURS
+from arpo.config.foreign import OTHER_MEANING, OURS
 from arpo.config.keys import field_names
 from arpo.errors import UserError
 from arpo.log.settings import save_config
@@ -130,6 +130,14 @@ def test_the_defaults_are_the_papers_7b_recipe():
 
 def test_the_names_of_others_are_answered_with_settings_that_are_there():
     assert set(OURS.values()) <= field_names(RLConfig).keys()
+
+
+def test_a_name_with_another_meaning_is_explained_in_the_docs():
+    """Named after verl's workers/config/actor.py and rollout.py, and TRL's grpo_config.py."""
+    table = (ROOT / "docs" / "training.md").read_text().split("## The same word in verl and TRL")[1].split("\n## ")[0]
+    assert OURS.keys() >= OTHER_MEANING and all(f"`{name}" in table for name in OTHER_MEANING)
+    with pytest.raises(UserError, match=r"here it is --loss\.clip_low, see docs/training\.md, since the value means"):
+        load_config(RLConfig, ["--epsilon", "0.3"])
 
 
 def test_the_names_of_the_released_code_are_answered_as_the_docs_say():
