@@ -193,6 +193,11 @@ def results(name: str) -> list[dict]:
     return [json.loads(line) for line in (ROOT / f"benchmarks/ablation/{name}.jsonl").read_text().splitlines()]
 
 
+def searched(world: str) -> list[dict]:
+    """The runs of a world's search for settings, on seeds 30 and 31."""
+    return [line for line in results("frontier") if (line["world"], line["stage"]) == (world, 1)]
+
+
 def compared(section: str) -> list[dict]:
     """The runs of a table of benchmarks/ablation/frontier.md: of a world, or those with an anchor and their rivals."""
     if section != "anchored":
@@ -223,7 +228,7 @@ RECORD = "benchmarks/ablation/frontier.md"
 )
 def test_the_tables_of_the_record_are_those_of_the_results(section, heading):
     runs = by_setting(compared(section))
-    tried = by_setting([line for line in results("frontier") if (line["world"], line["stage"]) == (section, 1)])
+    tried = by_setting(searched(section))
     text = (ROOT / RECORD).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     expected = comparison(runs, strongest_rival(runs)) + (settings_tried(tried) if tried else [])
     assert [line for line in text.splitlines() if line.startswith("|")] == expected
@@ -261,11 +266,9 @@ def test_the_first_table_of_a_page_is_that_of_the_results(page):
         runs = named_runs(section)
         reference = strongest_rival(by_setting(compared(section)))
         for name, cell in zip((LEAST_SURE, ONE_ROOT, ONE_FORK), cells, strict=False):
-            if (section, name) == ("anchored", ONE_FORK):  # not compared: of the two runs of the search one failed
-                tried = [line for line in results("frontier") if (line["world"], line["stage"]) == ("signal", 1)]
-                expected = f"fails in the search {failures(by_setting(tried)[Setting.named(name)])}"
-            elif name not in runs:
-                expected = "not run"
+            if name not in runs:
+                tried = by_setting(searched("signal" if section == "anchored" else section))
+                expected = f"fails in the search {failures(tried[Setting.named(name)])}"
             else:
                 grpo = repeats(section) if (section, name) in of_another_machine else runs[reference.name]
                 expected = f"{interval(ratios(runs[name], grpo, 'calls'))} {failures(runs[name])}"
@@ -318,7 +321,7 @@ def test_one_root_and_three_forks_take_fewer_calls_than_grpo_at_its_best_and_do_
             "anchored",
             "aepo_anchored_g4_x1",
             "grpo_anchored_g2_x1",
-            "For AEPO it chose groups of four: {} (0 of 8 fail).",
+            "For AEPO the search chose groups of four: {} (0 of 8 fail).",
         ),
         ("anchored", ONE_ROOT, "random_anchored_g4_r1_x1", "`top_h` takes {} of the calls of random forks, and"),
         ("anchored", ONE_ROOT, "at2po_anchored_g4_r1_x1", "{} of `at2po`'s"),
@@ -414,6 +417,23 @@ def test_one_root_and_three_forks_take_fewer_calls_than_grpo_at_its_best_and_do_
         ("unready", GROWING, "grpo_g2_x1", "in the other two worlds: {} and"),
         ("silent", GROWING, "grpo_g2_x1", "and {}. - **Both halves"),
         ("silent", "top_h_g4_r1_x1", "random_g4_r1_x1", "`top_h` takes {} of theirs"),
+        (
+            "steps",
+            "top_h_anchored_g2_r1_x2",
+            ONE_FORK,
+            "takes {} of the calls with the usual rate (1 of 8 fails), `at2po`",
+        ),
+        (
+            "anchored",
+            "top_h_anchored_g4_r1_x2",
+            ONE_ROOT,
+            "takes {} times the calls with the usual rate (1 of 8 fails).",
+        ),
+        ("silent", "top_h_anchored_g4_r1_x2", ONE_ROOT, "3 of 8 ({} of the calls with the usual rate on the others)"),
+        ("silent", "at2po_anchored_g4_r1_x2", LEAST_SURE, "`at2po` on 3 of 8 ({}). With the usual rate neither"),
+        ("steps", "at2po_anchored_g2_r1_x2", "at2po_anchored_g2_r1_x1", "`at2po` {} (3 of 8 fail), GRPO with two"),
+        ("steps", "grpo_anchored_g2_x2", "grpo_anchored_g2_x1", "GRPO with two {} (2 of 8 fail), with three"),
+        ("steps", "grpo_anchored_g3_x2", "grpo_anchored_g3_x1", "with three {} (2 of 8 fail). With the usual"),
     ],
 )
 def test_what_the_page_says_of_a_world_is_in_the_results(section, ours, theirs, text):
@@ -502,7 +522,6 @@ def test_what_is_said_of_one_fork_in_the_silent_world_holds_against_repeats_on_i
             LEAST_SURE,
             "take {} of the calls of GRPO with three on the same machine (eight seeds (0 of 8 fail), ",
         ),
-        ("steps", "grpo_anchored_g3_x2", "one of four of GRPO with three ({} of the calls of GRPO with three at the"),
         ("silent", LEAST_SURE, "take {} of the calls of GRPO with two on the same machine (0 of 8 fail), "),
         ("silent", "threshold_anchored_g2_r1_x1", "same machine: threshold {} (1 of 8 fails), AEPO"),
         ("silent", "aepo_anchored_g2_x1", "AEPO {} (1 of 8 fails), random"),
@@ -538,7 +557,7 @@ def test_what_is_said_of_a_first_turn_that_decides_is_in_the_results():
 
 def test_what_is_said_of_the_searches_is_in_the_results():
     def of_search(section: str, name: str) -> str:
-        tried = by_setting([line for line in results("frontier") if (line["world"], line["stage"]) == (section, 1)])
+        tried = by_setting(searched(section))
         costs = {setting.name: tuning_cost(list(of_setting.values())) for setting, of_setting in tried.items()}
         return f"{costs[name] / min(cost for name, cost in costs.items() if name.startswith('grpo')):.2f}"
 
@@ -567,16 +586,63 @@ def test_what_is_said_of_the_searches_is_in_the_results():
     assert f"three {first[2]}, `top_h` with two roots of four {first[3]}. One fork" in record
 
 
-def test_where_success_is_rare_the_usual_rate_is_the_best_for_every_rule():
-    tried = by_setting([line for line in results("frontier") if (line["world"], line["stage"]) == ("unready", 1)])
-    faster = {setting: runs for setting, runs in tried.items() if setting.rate > 1}
+def test_where_success_is_rare_no_rule_learns_both_seeds_of_the_search_with_a_higher_rate():
+    faster = {setting: runs for setting, runs in by_setting(searched("unready")).items() if setting.rate > 1}
     assert Counter(setting.rate for setting in faster) == {2: 8, 4: 8}
     assert len({setting.rule for setting in faster}) == 8 and all(len(runs) == 2 for runs in faster.values())
     learnt = Counter((setting.rate, seed) for setting, runs in faster.items() for seed in runs if cost(runs[seed]))
     assert learnt == {(2, 30): 6}
-    for setting in faster:
-        of_rule = {size: tuning_cost(list(runs.values())) for size, runs in tried.items() if size.rule == setting.rule}
-        assert min(of_rule, key=of_rule.get).rate == 1
+
+
+@pytest.mark.parametrize(
+    ("world", "rules"),
+    [
+        ("signal", {"top_h", "arpo"}),
+        ("steps", {"top_h", "at2po", "random", "arpo", "threshold", "aepo", "grpo"}),
+        ("unready", set()),
+        ("silent", {"top_h", "at2po", "aepo"}),
+    ],
+)
+def test_twice_the_rate_is_the_best_of_the_search_for_some_rules_and_four_times_for_none(world, rules):
+    """With the anchor."""
+    tried = {setting: runs for setting, runs in by_setting(searched(world)).items() if "anchored" in setting.rule}
+    costs = {setting: tuning_cost(list(runs.values())) for setting, runs in tried.items()}
+    best = [min((s for s in costs if s.rule == rule), key=costs.get) for rule in {s.rule for s in costs}]
+    assert {setting.rate for setting in best} <= {1, 2} and len(best) == 7
+    assert {setting.rule.removesuffix("_anchored") for setting in best if setting.rate == 2} == rules
+
+
+def test_twice_the_rate_fails_more_often_on_fresh_seeds():
+    """With the anchor. The runs with the usual rate are of the same settings and seeds."""
+    twice, usual = [], []
+    for section in ("anchored", "steps", "silent"):
+        runs = named_runs(section)
+        for name in [name for name in runs if "_anchored_" in name and name.endswith("_x2")]:
+            twice += runs[name].values()
+            usual += [line for seed, line in runs[name.replace("_x2", "_x1")].items() if seed in runs[name]]
+    failed, failed_of_usual = ([cost(line) is None for line in lines] for lines in (twice, usual))
+    said = f"with the anchor {sum(failed)} of {len(failed)} runs do not hold, and {sum(failed_of_usual)} of "
+    assert f"{said}{len(usual)} of the same settings and seeds with the usual rate" in on_page("docs/branching.md")
+
+
+@pytest.mark.parametrize("world", ["unready", "silent"])
+def test_four_times_the_rate_learns_no_seed_of_the_search(world):
+    fastest = [line for line in searched(world) if line["rate"] == 4]
+    assert len({line["rule"] for line in fastest}) == 8 and not any(map(cost, fastest))
+
+
+def test_what_is_said_of_groups_of_three_is_in_the_results():
+    runs = named_runs("anchored")
+    lines = [line for line in results("tried") if line["flags"] == "anchored, groups of three"]
+    three, two = {line["seed"]: line for line in lines}, runs["grpo_anchored_g2_x1"]
+    assert failures(three) == "(0 of 8)" and failures({seed: two[seed] for seed in three}) == "(1 of 8)"
+    forks = runs["at2po_anchored_g3_r1_x1"]
+    for text in (
+        f"root of three takes {interval(ratios(forks, two, 'calls'))} of the calls of GRPO with two {failures(forks)}",
+        f"GRPO with three takes {interval(ratios(three, two, 'calls'))} of the calls of GRPO with two (0 of 8 fail",
+        f"root of four would take {interval(ratios(runs[LEAST_SURE], three, 'calls'))} of its calls",
+    ):
+        assert text in on_page(RECORD), text
 
 
 def test_what_is_said_of_a_threshold_with_one_fork_is_in_the_results():
