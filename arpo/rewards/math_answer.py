@@ -51,8 +51,9 @@ _COUNTED = re.compile(
 _CHANGES_NUMBER = re.compile(
     r"\b(?:or|and|if|not|less|more|least|most|than|mod|times|plus|minus|over|root|choose|base|divided|squared|cubed"
     r"|factorial|percent\w*|pct|hal(?:f|ves)|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth)s?"
-    # At the end, in Chinese: 10^4, 10^8, thousand, hundred, ten, part, half, times, from ... on, or.
-    r"|\w*hundred\w*|\w*thousand\w*|\w*illions?|dozens?)\b|[\u4e07\u4ebf\u5343\u767e\u5341\u5206\u534a\u500d\u4ee5\u6216]",
+    r"|\w*hundred\w*|\w*thousand\w*|\w*illions?|lakhs?|crores?|dozens?)\b"
+    # In Chinese: 10^4, 10^8, thousand, hundred, ten, part, half, times, from ... on, or.
+    r"|[\u4e07\u4ebf\u5343\u767e\u5341\u5206\u534a\u500d\u4ee5\u6216]",
     re.IGNORECASE,
 )
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2}")

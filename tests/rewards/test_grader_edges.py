@@ -382,6 +382,7 @@ CASES = {
         ("17 cats", "17 dogs", True),
         (r"17 \text{ marbles}", "16", False),
         ("20 million", "20", False),
+        ("5 lakh", "5", False),
         ("3 halves", "3", False),
         (r"5 \text{ or more}", "5", False),
         ("5 squared", "5", False),
