@@ -44,18 +44,28 @@ _QUANTITY = re.compile(
     re.DOTALL,
 )
 _COUNTED = re.compile(
-    rf"(?P<number>.*(?:[\d)}}]|\\pi|\u03c0)){_GAP}*"
-    r"(?P<words>[\u4e00-\u9fff]+|[A-Za-z]{4,}|[A-Za-z]{3,}(?:[ -]+(?:[A-Za-z]{2,}|a))+)",
+    rf"(?P<number>.*(?:[\d)}}]|\\pi|\u03c0)){_GAP}*"  # 2cosx is a product: only Chinese may follow without a gap
+    rf"(?P<words>[\u4e00-\u9fff]+|(?<=[\s~,;:])(?:[A-Za-z]{{4,}}|[A-Za-z]{{3,}}(?:[ -]+(?:[A-Za-z]{{2,}}|a))+))",
     re.DOTALL,
 )
 _CHANGES_NUMBER = re.compile(
-    r"\b(?:or|and|if|not|less|more|least|most|than|mod|times|plus|minus|over|root|choose|base|divided|squared|cubed"
-    r"|factorial|percent\w*|pct|hal(?:f|ves)|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth)s?"
-    r"|\w*hundred\w*|\w*thousand\w*|\w*illions?|lakhs?|crores?|dozens?)\b"
+    # Anywhere among the words.
+    r"\b(?:or|and|if|not|nor|neither|either|unless|except|without|instead|depending|less|more|least|most|than|times"
+    r"|plus|minus|over|root|power|exponent|base|mod\w*|remainder|choose|factorial|added|subtracted|multiplied|divided"
+    r"|increased|decreased|reduced|squared|cubed|doubled|tripled|quadrupled|halved|twice|thrice|hal(?:f|ves)"
+    r"|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth)s?|percent\w*|per cent|per mill?e|pct"
+    r"|basis points|zero|one|two|three|four|five|six|seven|eight|nine|tens?|dozens?|\w*hundred\w*|\w*thousand\w*"
+    r"|\w*illions?|lakhs?|crores?|(?:sin|cos|tan|log|exp)[abnxyz]?)\b"
+    # Directly after the number: 5 to the left.
+    r"|^(?:to|through|by|from|below|above|under|with|but|for|when|where|while|versus|point|dot)\b"
+    # At the end: in "5 negative integers" it changes nothing.
+    r"|\b(?:below|above|short|negative|binary|octal|repeating|recurring|higher|lower|greater|smaller|larger|fewer|wrong"
+    r"|incorrect|false|undefined|impossible|inverse|reciprocal|infinity|up|down|onwards?|upwards?)$"
     # In Chinese: 10^4, 10^8, thousand, hundred, ten, part, half, times, from ... on, or.
     r"|[\u4e07\u4ebf\u5343\u767e\u5341\u5206\u534a\u500d\u4ee5\u6216]",
     re.IGNORECASE,
 )
+"""Words after a number that are no name of what was counted: 17 thousand is not 17."""
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2}")
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar)\{(\d+)\}")
 _RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")

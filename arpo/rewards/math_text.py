@@ -30,6 +30,7 @@ _DEGREES = {"√": "", "∛": "[3]", "∜": "[4]"}
 _SPELLINGS = (
     (re.compile(r"\\\$|\\pounds(?![A-Za-z])|[€£¥]"), ""),  # a unit may be missing
     (re.compile(r"^\s*(?:=|\\approx(?![A-Za-z]))"), ""),
+    (re.compile(r"(?<=[\d)}])\\(text[a-z]*|mathrm|mbox)\{(?=[A-Za-z]{4})"), r" \\\1{"),  # 17\text{marbles}
     (re.compile(r"\\lor(?![A-Za-z])"), r"\\text{ or }"),
     (re.compile(r"\\land(?![A-Za-z])"), r"\\text{ and }"),
     (re.compile(r"\\not\s*="), r"\\neq "),
