@@ -79,7 +79,8 @@ def extract_prediction(segments: list[tuple[str, bool]], form: str) -> str:
     blocks = _ANSWER.findall(text)
     if not blocks:
         _, _, after_thoughts = text.rpartition("</think>")
-        return last_box(after_thoughts) or ""
+        answer, _, _ = after_thoughts.partition("<think>")  # a thought that was cut off is not an answer
+        return last_box(answer) or ""
     box = last_box(blocks[-1])
     return blocks[-1].strip()[:MAX_PREDICTION_CHARS] if box is None else box
 

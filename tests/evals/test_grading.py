@@ -31,6 +31,8 @@ from arpo.rewards import load_custom, score, score_groups
         (r"<think>t</think>So it is \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (r"It is \boxed{7}.", "7"),
         (r"<think>\boxed{3}</think>", ""),  # a thought is not an answer
+        (r"<think>It may be \boxed{3}", ""),  # cut off: rllm's tests/rewards/test_math_reward.py
+        (r"<think>t</think>It is \boxed{4}. <think>Or \boxed{3}", "4"),
         (r"<think>t</think><answer>\boxed{3}", "3"),  # ran out of tokens after the box
         ("<think>t</think><answer>3", ""),
         ("<answer></answer>", ""),
