@@ -15,6 +15,7 @@ from sympy import (
     Expr,
     Float,
     I,
+    Integer,
     MatrixBase,
     MatrixExpr,
     Mul,
@@ -24,6 +25,7 @@ from sympy import (
     conjugate,
     im,
     simplify,
+    solve,
 )
 from sympy import (
     re as real_part,
@@ -45,6 +47,7 @@ def install() -> None:
     for module, name, function in (
         (math_verify.grader, "sympy_numeric_eq", numeric_equal),
         (math_verify.grader, "sympy_symbolic_eq", symbolic_equal),
+        (math_verify.grader, "solve", _solutions),
         (math_verify.parser, "should_treat_as_complex", _is_complex),
     ):
         getattr(module, name)
@@ -54,6 +57,17 @@ def install() -> None:
 def _is_complex(latex: str) -> bool:
     """True if symbols may be complex. math-verify's own rule detects the i in "1 - 2 i", but not in "1-2i"."""
     return bool(_IMAGINARY.search(latex)) or math_verify.grader.should_treat_as_complex(latex)
+
+
+def _solutions(relation: Basic, symbols: set[Symbol]) -> list:
+    """Solve as sympy does. Raises ValueError if there is no solution.
+
+    math-verify compares the solutions of two equations. f(2)=3 and f(2)=7 both have none, and would be equal.
+    """
+    solutions = solve(relation, symbols)
+    if not solutions:
+        raise ValueError(f"{relation} has no solution")
+    return solutions
 
 
 def numeric_equal(truth: Basic | MatrixBase, prediction: Basic | MatrixBase, *_: int) -> bool:
@@ -67,7 +81,7 @@ def numeric_equal(truth: Basic | MatrixBase, prediction: Basic | MatrixBase, *_:
         return False
     if _is_percent(truth) or _is_percent(prediction):
         # 9 may mean 9%, so compare the numbers without the sign too.
-        without_sign = [value.args[0] if _is_percent(value) else value for value in (truth, prediction)]
+        without_sign = [value.xreplace({_PERCENT: Integer(1)}) for value in (truth, prediction)]
         if numeric_equal(*without_sign):
             return True
     # Conjugates come before doit: as long as z is real, doit would turn |z|^2 into z^2.
@@ -90,7 +104,7 @@ def symbolic_equal(truth: Basic | MatrixBase, prediction: Basic | MatrixBase) ->
 
 
 def _is_percent(value: Basic) -> bool:
-    return isinstance(value, Mul) and len(value.args) == 2 and value.args[1] == _PERCENT
+    return isinstance(value, Mul) and value.args[-1] == _PERCENT  # the arguments of -9% are (-1, 9, %)
 
 
 def exact(value: Basic | MatrixBase) -> Basic | MatrixBase:

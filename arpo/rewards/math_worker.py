@@ -28,7 +28,7 @@ def answer(request: list[str]) -> bool:
     from math_sets import equal_as_sets
     from math_text import from_python
     from math_verify import LatexExtractionConfig, parse, verify
-    from sympy import Basic
+    from sympy import Basic, Eq
 
     prediction, truth = request
     # Without ExprExtractionConfig. From an unreadable text it would take the last number: "n = 3k, k > 1" would be 1.
@@ -38,7 +38,11 @@ def answer(request: list[str]) -> bool:
         texts = [LAST_LETTER.sub(r"{\1}", from_python(text)) for text in (truth, prediction)]
         boxes = [rf"\boxed{{{text}}}" for text in texts]
         # Without math-verify's timeouts: they are signals too, and would turn ours off.
-        parsed = [parse(box, extraction, parsing_timeout=None) for box in boxes]
+        # "first_match": the whole box or nothing. Otherwise math-verify would take 1/2 from "> \\frac{1}{2}".
+        parsed = [parse(box, extraction, extraction_mode="first_match", parsing_timeout=None) for box in boxes]
+        true_value = parsed[0][0]
+        if isinstance(true_value, Eq) and not true_value.free_symbols:
+            parsed[0] = [true_value.rhs]  # the truth "63 + 14 = 77" asks for 77
         if verify(parsed[0], parsed[1], timeout_seconds=None):
             return True
         if not all(isinstance(values[0], Basic) for values in parsed):
