@@ -11,7 +11,7 @@ from arpo.jail.child import Child, ChildDied
 from arpo.protocol.format_rules import last_box
 from arpo.rewards import math_worker
 from arpo.rewards.math_text import PYTHON, from_unicode, respelled
-from arpo.rewards.qa import option_letter, unwrap
+from arpo.rewards.qa import BRACED, option_letter, unwrap
 
 MAX_CHARS = 1000
 """Longer answers are not compared as formulas: they must be literally equal."""
@@ -45,7 +45,7 @@ _QUANTITY = re.compile(
 )
 _COUNTED = re.compile(
     rf"(?P<number>.*(?:[\d)}}]|\\pi|\u03c0)){_GAP}*"  # 2cosx is a product: only Chinese may follow without a gap
-    rf"(?P<words>[\u4e00-\u9fff]+|(?<=[\s~,;:])(?:[A-Za-z]{{4,}}|[A-Za-z]{{3,}}(?:[ -]+(?:[A-Za-z]{{2,}}|a))+))",
+    rf"(?P<words>[\u4e00-\u9fff]+|(?<=[\s~,;:])(?:[A-Za-z]{{4,}}|(?:[A-Za-z]{{3,}}|of)(?:[ -]+(?:[A-Za-z]{{2,}}|a))+))",
     re.DOTALL,
 )
 _CHANGES_NUMBER = re.compile(
@@ -69,7 +69,8 @@ _CHANGES_NUMBER = re.compile(
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2}")
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar)\{(\d+)\}")
 _RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
-_MARK_AT_END = re.compile(r"(?<![.,;])[.,;]\s*$")  # but not dots: 3.14... is not 3.14
+_MARK_AT_END = re.compile(r"(?:\\[,;:!]|(?<![.,;\\])[.,;])\s*$")  # but not dots: 3.14... is not 3.14
+_IN_BRACES = re.compile(rf"\{{({BRACED})\}}")
 _EQUALS = re.compile(r"(?<![<>!:])=(?!=)|\\approx(?![A-Za-z])")
 _DASH = re.compile(r"\u2212|(?<![\w)}])[\u2010-\u2013]")  # a minus, unless it is the dash of a range: 3\u20135
 _FRACTION = re.compile(r"([-+]?\d+)/(\d*[1-9]\d*)|([-+]?)\\frac\{(\d+)\}\{(\d*[1-9]\d*)\}")
@@ -77,11 +78,11 @@ _LETTERS = re.compile(r"[^\W\d_]{3}")
 _WORDS = re.compile(r"[^\W\d_]{4,}(?:[ '-][^\W\d_]+)*|[^\W\d_]+(?: [^\W\d_]{2,})+")
 _UNREAD = re.compile(
     r"\\(?:[a-z]?dots|not|neg|lnot|or|vee|wedge|implies|iff|to|mid|middle|boxed|fbox|sout|[bx]?cancel)(?![A-Za-z])"
-    r"|\\[A-Za-z]*arrow(?![A-Za-z])|\.\.\.|\d\s*'|%.*\n\s*\S|^(?!.*\\begin\b).*\\\\(?![A-Za-z])",
+    r"|\\[A-Za-z]*arrow(?![A-Za-z])|\.\.\.|(?:[\d)}\]]|\\[A-Za-z]+)\s*'|%.*\n\s*\S|^(?!.*\\begin\b).*\\\\(?![A-Za-z])",
     re.DOTALL,
 )
 """math-verify would drop these signs, or stop at them: dots of a list, an alternative, a negation, a line break."""
-_BASE = re.compile(r"^([0-9A-Fa-f]+)_\{?(\d+)\}?$")
+_BASE = re.compile(r"^([-+]?[0-9A-Fa-f]+)_\{?(\d+)\}?$")
 
 
 def math_accuracy(prediction: str, answers: list[str]) -> float:
@@ -159,6 +160,8 @@ def _clean(text: str) -> str:
     for left, right in ((r"\(", r"\)"), (r"\[", r"\]")):
         if text.startswith(left):
             text = text.removeprefix(left).removesuffix(right).strip()
+    if braced := _IN_BRACES.fullmatch(text):
+        text = braced[1].strip()
     return _MARK_AT_END.sub("", text) or text
 
 

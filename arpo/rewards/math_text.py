@@ -30,6 +30,8 @@ _DEGREES = {"√": "", "∛": "[3]", "∜": "[4]"}
 _SPELLINGS = (
     (re.compile(r"\\\$|\\pounds(?![A-Za-z])|[€£¥]"), ""),  # a unit may be missing
     (re.compile(r"^\s*(?:=|\\approx(?![A-Za-z]))"), ""),
+    (re.compile(r"\\(?:displaystyle|[bB]igg?[lrm]?)(?![A-Za-z])"), ""),
+    (re.compile(r"(?:\s|~|\\[,;:!])+(?=\\?%)"), ""),
     (re.compile(r"(?<=[\d)}])\\(text[a-z]*|mathrm|mbox)\{(?=[A-Za-z]{4})"), r" \\\1{"),  # 17\text{marbles}
     (re.compile(r"\\lor(?![A-Za-z])"), r"\\text{ or }"),
     (re.compile(r"\\land(?![A-Za-z])"), r"\\text{ and }"),
@@ -53,7 +55,7 @@ _FUNCTIONS = {
 }  # fmt: skip
 PYTHON = re.compile(rf"\*|(?<![A-Za-z])(?:pi|oo|{'|'.join([*_FUNCTIONS, *_GREEK])})(?![A-Za-z])")
 """A star or one of these names marks a text without a backslash as Python."""
-_OMITTED_STAR = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?=(?!e[-+]?\d)[A-Za-z(])")
+_OMITTED_STAR = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*(?=(?!e[-+]?\d)[A-Za-z(])")
 
 
 def from_unicode(text: str) -> str:

@@ -7,13 +7,17 @@ import string
 import unicodedata
 from collections import Counter
 
-_FONTS = r"text(?:bf|it|rm|sf|tt|sc|sl|up|normal)?|math(?:bf|it|rm|sf|tt|normal)|bm|boldsymbol|emph|mbox|hbox"
-_BRACED = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # with braces in two levels, as in \frac{\sqrt{3}}{2}
-_WRAPPER = re.compile(rf"\\(?:{_FONTS})\s*\{{({_BRACED})\}}")
+_FONTS = r"text(?:bf|it|rm|sf|tt|sc|sl|up|normal)?|math(?:bf|it|rm|sf|tt|normal)|bm|boldsymbol|emph|mbox|hbox|underline"
+BRACED = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # with braces in two levels, as in \frac{\sqrt{3}}{2}
+_WRAPPER = re.compile(rf"\\(?:{_FONTS})\s*\{{({BRACED})\}}")
 _MARKDOWN = re.compile(r"\s*(\*{1,3}|__|`{1,3})(?=\S)([^*`]*[^*`\s])\1")
 _CJK = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])")
-# The lookahead rejects "A. is wrong; B", since it names two options.
-_OPTION = re.compile(r"(?!.+[;,:]\s*\(?[A-J]\)?\.?\s*$)\(?([A-J])\)?(?:[.):]\\?\s.*|[.):])?$", re.DOTALL)
+# The lookaheads reject "A. is wrong; B" and "(A) or (B)", since they name two options.
+_OPTION = re.compile(
+    r"(?!.+[;,:]\s*\(?[A-J]\)?\.?\s*$)(?!\(?[A-J]\)?[.:]?\s*(?:or|and|/|&)\s*\(?[A-J](?![a-z]))"
+    r"\(?([A-J])\)?(?:[.):]\\?\s.*|[.):])?$",
+    re.DOTALL,
+)
 # SQuAD deletes all punctuation: -5 becomes 5, and 1.05 becomes 105. Here the marks within a number stay.
 _NUMBER_MARK = re.compile(r"(?<=\d)[./](?=\d)|(?<![\w.)])[-\u2010-\u2013\u2212](?=[.\d])")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
