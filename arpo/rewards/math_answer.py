@@ -118,6 +118,8 @@ def math_equal(prediction: str, answer: str) -> bool:
         return True
     if max(len(prediction), len(answer)) > MAX_CHARS or _UNREAD.search(prediction) or _UNREAD.search(answer):
         return False
+    if not _is_balanced(prediction) or not _is_balanced(answer):
+        return False
     prediction_with_unit = prediction
     answer_with_unit = answer
     prediction, unit = _split_unit(prediction)
@@ -163,6 +165,11 @@ def _clean(text: str) -> str:
     if braced := _IN_BRACES.fullmatch(text):
         text = braced[1].strip()
     return _MARK_AT_END.sub("", text) or text
+
+
+def _is_balanced(text: str) -> bool:
+    """True if a box holds the text. math-verify would read "1}^n" as 1: there the box ends."""
+    return last_box(rf"\boxed{{{text}}}") == text.strip()
 
 
 def _without_spacing(text: str) -> str:

@@ -437,6 +437,8 @@ CASES = {
         (r"(\frac{1}{2}, \frac{1}{4}, 0]", r"\frac{1}{2}, \frac{1}{4}", False),
         (r"\frac{1}{2} \text{ of the cake}", r"\frac{1}{2}", True),
         (r"P = \frac{3}{4}.", r"\frac{3}{4}", True),
+        ("1", r"1}^{N}\frac{1}{i}", False),
+        ("1}^{N}", "1", False),
     ],
     "primes and bases in other places: lm_eval's minerva_math/utils.py": [
         (r"\frac{41}{97}'", r"\frac{41}{97}", False),
