@@ -431,6 +431,19 @@ def test_one_root_and_three_forks_take_fewer_calls_than_grpo_at_its_best_and_do_
         ),
         ("silent", "top_h_anchored_g4_r1_x2", ONE_ROOT, "3 of 8 ({} of the calls with the usual rate on the others)"),
         ("silent", "at2po_anchored_g4_r1_x2", LEAST_SURE, "`at2po` on 3 of 8 ({}). With the usual rate neither"),
+        (
+            "first",
+            "aepo_anchored_g2_x1",
+            "grpo_anchored_g2_x1",
+            "AEPO with two takes {} of the calls of GRPO with two (1 of 8",
+        ),
+        (
+            "first",
+            "at2po_anchored_g3_r1_x1",
+            "grpo_anchored_g2_x1",
+            "`at2po` take {}, and hold on all eight (0 of 8 fail)",
+        ),
+        ("first", "at2po_anchored_g3_r1_x2", "grpo_anchored_g2_x1", "they take {} where they hold, and 3 of 8 fail"),
         ("steps", "at2po_anchored_g2_r1_x2", "at2po_anchored_g2_r1_x1", "`at2po` {} (3 of 8 fail), GRPO with two"),
         ("steps", "grpo_anchored_g2_x2", "grpo_anchored_g2_x1", "GRPO with two {} (2 of 8 fail), with three"),
         ("steps", "grpo_anchored_g3_x2", "grpo_anchored_g3_x1", "with three {} (2 of 8 fail). With the usual"),
@@ -578,12 +591,17 @@ def test_what_is_said_of_the_searches_is_in_the_results():
     assert f"random forks take {others[0]} with two forks, the threshold {others[1]} with one" in record
     aepo = of_search("unready", "aepo_anchored_g2_x1")
     assert f"`top_h` {others[2]} with two, AEPO {aepo}. Seed 31" in record
-    first = [
+    aepo, two_forks, *first = [
         of_search("first", name)
-        for name in ("threshold_anchored_g3_r1_x1", "at2po_anchored_g3_r1_x1", LEAST_SURE, "top_h_anchored_g4_r2_x1")
-    ]
-    assert f"forks takes {first[0]} of the calls of GRPO with two, `at2po` with two forks {first[1]} and with" in record
-    assert f"three {first[2]}, `top_h` with two roots of four {first[3]}. One fork" in record
+        for name in (
+            "aepo_anchored_g2_x1", "threshold_anchored_g3_r1_x1", "at2po_anchored_g3_r1_x1", LEAST_SURE,
+            "top_h_anchored_g4_r2_x1", "random_anchored_g4_r2_x1", "arpo_anchored_g4_r2_x1", "at2po_anchored_g3_r1_x2",
+        )
+    ]  # fmt: skip
+    assert f"AEPO with two takes {aepo} of the calls of GRPO with two, a threshold with two forks {two_forks}" in record
+    said = "`at2po` with two forks {} and with three {}, `top_h` with two roots of four {}, random forks with two {}, "
+    assert (said + "`arpo` with two {}.").format(*first[:5]) in record
+    assert f"the best for `at2po` alone (two forks: {first[5]})." in record
 
 
 def test_where_success_is_rare_no_rule_learns_both_seeds_of_the_search_with_a_higher_rate():
@@ -625,7 +643,7 @@ def test_a_higher_rate_is_the_best_of_the_search_for_some_rules(world, twice, fo
 def test_twice_the_rate_fails_more_often_on_fresh_seeds():
     """With the anchor. The runs with the usual rate are of the same settings and seeds."""
     twice, usual = [], []
-    for section in ("anchored", "steps", "silent"):
+    for section in ("anchored", "steps", "silent", "first"):
         runs = named_runs(section)
         for name in [name for name in runs if "_anchored_" in name and name.endswith("_x2")]:
             twice += runs[name].values()
