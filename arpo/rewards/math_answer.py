@@ -51,13 +51,13 @@ _COUNTED = re.compile(
 _CHANGES_NUMBER = re.compile(
     # Anywhere among the words.
     r"\b(?:or|and|if|not|nor|neither|either|unless|except|without|instead|depending|less|more|least|most|than|times"
-    r"|plus|minus|over|root|power|exponent|base|mod\w*|remainder|choose|factorial|added|subtracted|multiplied|divided"
+    r"|plus|minus|over|root|power|exponent|base|mod|modulo|remainder|choose|factorial|added|subtracted|multiplied|divided"
     r"|increased|decreased|reduced|squared|cubed|doubled|tripled|quadrupled|halved|twice|thrice|hal(?:f|ves)"
     r"|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth)s?|percent\w*|per cent|per mill?e|pct"
     r"|basis points|zero|one|two|three|four|five|six|seven|eight|nine|tens?|dozens?|\w*hundred\w*|\w*thousand\w*"
     r"|\w*illions?|lakhs?|crores?|(?:sin|cos|tan|log|exp)[abnxyz]?)\b"
-    # Directly after the number: 5 to the left.
-    r"|^(?:to|through|by|from|below|above|under|with|but|for|when|where|while|versus|point|dot)\b"
+    # Directly after the number: "5 below zero".
+    r"|^(?:to|through|by|from|below|above|under|with|but|for|when|where|while|versus)\b"
     # At the end: in "5 negative integers" it changes nothing.
     r"|\b(?:below|above|short|negative|binary|octal|repeating|recurring|higher|lower|greater|smaller|larger|fewer|wrong"
     r"|incorrect|false|undefined|impossible|inverse|reciprocal|infinity|up|down|onwards?|upwards?)$"
